@@ -21,13 +21,7 @@ from policyloss.errors import InputError, unknown_name
 from policyloss.mixture import read_loss
 from policyloss.spec import LossSpec
 from policyloss_train.config import TrainConfig, convert_types, defaults_of, model_defaults
-from policyloss_train.run.resume import (
-    MAY_BE_CODE,
-    OF_A_START,
-    keep_preset,
-    refuse_unnamed_code,
-    stored_options,
-)
+from policyloss_train.run import resume
 from policyloss_train.user_code import is_reference, load_loss
 
 if sys.version_info >= (3, 11):
@@ -55,13 +49,13 @@ def read_arguments(arguments: Sequence[str]) -> Start:
         if run is not None:
             raise InputError(f"--like {run} starts a new run; --resume goes on with an old.")
         run = named.get("out", TrainConfig.out)
-        config, stored_spec = stored_options(run)
+        config, stored_spec = resume.stored_options(run)
         stored = vars(config)
     elif run is not None:
         stored, stored_spec = _starting_point(run)
     config = TrainConfig(**{**stored, **named})
     if run is not None:
-        refuse_unnamed_code(replace(config, out=run), frozenset(named), MAY_BE_CODE)
+        resume.refuse_unnamed_code(replace(config, out=run), frozenset(named), resume.MAY_BE_CODE)
     if stored_spec is None or "loss" in named:
         spec = read_spec(config.loss, changes)
     else:
@@ -88,7 +82,7 @@ def _in_file(path: Path) -> tuple[dict[str, Any], Changes]:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read --config {path}: {error}.") from None
-    known = {field.name for field in dataclasses.fields(TrainConfig)} - set(OF_A_START)
+    known = {field.name for field in dataclasses.fields(TrainConfig)} - set(resume.OF_A_START)
     values: dict[str, Any] = {}
     changes: Changes = []
     for key, value in data.items():
@@ -109,14 +103,14 @@ def _starting_point(run: Path) -> tuple[dict[str, Any], LossSpec | None]:
     """The options and the loss of a run, without its directory, for a new run. Defaults that depend
     on the model, the loss or the longest completion are left out: the new run computes its own.
     """
-    stored, spec = stored_options(run)
+    stored, spec = resume.stored_options(run)
     follows = model_defaults(stored) if spec is None else defaults_of(stored, spec)
     if spec is not None and getattr(spec.aggregate, "horizon", None) == stored.max_new_tokens:
         spec = spec.replace(aggregate=replace(spec.aggregate, horizon=None))
     values = {
         name: value
         for name, value in vars(stored).items()
-        if name not in ("out", *OF_A_START) and (name, value) not in follows.items()
+        if name not in ("out", *resume.OF_A_START) and (name, value) not in follows.items()
     }
     return values, spec
 
@@ -142,7 +136,7 @@ def change_spec(spec: LossSpec, changes: Sequence[tuple[str, str]]) -> LossSpec:
         changed = LossSpec.from_dict(data)
     except OverflowError as error:
         raise InputError(f"a number of the loss is too large: {error}.") from None
-    return keep_preset(spec, changed)
+    return resume.keep_preset(spec, changed)
 
 
 def split_loss_options(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:

@@ -9,14 +9,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from policyloss.errors import PolicyLossError
 from policyloss_train.config import TrainConfig
-from policyloss_train.distributed import Ranks
+from policyloss_train.distributed import Ranks, Say
 from policyloss_train.drawing import problem_of
 from policyloss_train.models import vocabulary_size
 from policyloss_train.rollout.protocol import Sampling
@@ -24,7 +24,7 @@ from policyloss_train.rollout.session import Rollout, Wanted
 from policyloss_train.run.checkpoint import count_from, subtree
 from policyloss_train.sampler import Sample, decode, end_ids
 from policyloss_train.tasks import Example, Task
-from policyloss_train.tasks.base import SUCCESS, Reward
+from policyloss_train.tasks.base import Reward
 from policyloss_train.tasks.rewards import tolerant_reward
 from policyloss_train.time_limit import many_calls
 
@@ -158,7 +158,7 @@ class Collector:
     task: Task
     rollout: Rollout
     ranks: Ranks
-    warn: Callable[[str], None]
+    warn: Say
     cursor: int = 0
     draws: int = 0
     queue: deque[Completions] = field(default_factory=deque)
@@ -366,36 +366,18 @@ def _differ(group: list[Sample]) -> bool:
     return len({s.reward for s in group}) > 1
 
 
-class Result(NamedTuple):
-    """The answer to one example, by its id. length: tokens, with the end token."""
-
-    example: int
-    text: str
-    score: float
-    length: int
-
-
-class Evaluation(NamedTuple):
-    """Means over the examples. accuracy: the share of scores that reach the task's `success`."""
-
-    accuracy: float
-    score: float
-    mean_length: float
-
-    @classmethod
-    def of(cls, results: Sequence[Result], success: float = SUCCESS) -> Evaluation:
-        """The means of `results`, of all ranks. success: the smallest correct score."""
-        n = len(results)
-        accuracy = sum(r.score >= success for r in results) / n
-        score, length = sum(r.score for r in results) / n, sum(r.length for r in results) / n
-        return cls(accuracy, score, length)
-
-
 def score_answers(
     examples: Sequence[Example], samples: Sequence[Sample], score: Reward
-) -> list[Result]:
-    """The result of each example: the sampled text, its score and its length."""
-    return [
-        Result(e.id, s.text, float(score(e, s.text)), len(s.completion_ids))
-        for e, s in zip(examples, samples, strict=True)
-    ]
+) -> list[Sample]:
+    """The sampled answer to each example, with its score as the reward."""
+    pairs = zip(examples, samples, strict=True)
+    return [replace(s, reward=float(score(e, s.text))) for e, s in pairs]
+
+
+def mean_outcomes(outcomes: Sequence[tuple[float, int]], success: float) -> dict[str, float]:
+    """Means over answers. outcomes: (score, number of tokens). success: the least right score."""
+    return {
+        "accuracy": sum(score >= success for score, _ in outcomes) / len(outcomes),
+        "reward": sum(score for score, _ in outcomes) / len(outcomes),
+        "length": sum(length for _, length in outcomes) / len(outcomes),
+    }

@@ -19,19 +19,14 @@ from policyloss.output import temporary_prefix
 from policyloss_lab.runs.files import make_folder, refuse_name, sync, write_error
 from policyloss_train.arguments import read_arguments
 from policyloss_train.chat import with_template
-from policyloss_train.collect import Evaluation, Result, score_answers
+from policyloss_train.collect import mean_outcomes, score_answers
 from policyloss_train.commands import EvalOptions, ExportOptions, FromRun, SampleOptions
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
 from policyloss_train.loop import train
 from policyloss_train.models import has_adapter, merged_weights, save_all_weights, without_bars
-from policyloss_train.run.resume import (
-    name_damage,
-    refuse_unnamed_code,
-    stored_options,
-    stored_weights,
-)
-from policyloss_train.sampler import encode, sample, uniforms
+from policyloss_train.run import resume
+from policyloss_train.sampler import Sample, encode, sample, uniforms
 from policyloss_train.setup import Setup, build
 from policyloss_train.tasks import Example, Task
 from policyloss_train.tasks.base import Reward
@@ -60,41 +55,42 @@ def eval_command(arguments: Sequence[str]) -> int:
         if (x := getattr(options, name)) is not None and x is not False
     }
     config = replace(config, **changes)
-    refuse_unnamed_code(config, frozenset(changes))
+    resume.refuse_unnamed_code(config, frozenset(changes))
     (task, tokenizer, model, _), step = load_run(options, config, spec)
     examples = list(task.held_out[: options.prompts])
     score = tolerant_reward(task, options.reward_timeout, _warn)
     answers = evaluate(model, tokenizer, examples, score, stop=config.stop, **_limits(config, task))
-    evaluation = Evaluation.of(answers, task.success)
+    means = mean_outcomes([(s.reward, len(s.completion_ids)) for s in answers], task.success)
     results = list(zip(examples, answers, strict=True))
     if options.json:
         rows = [
-            {"prompt": e.prompt, "answer": e.answer, "completion": a.text, "reward": a.score}
+            {"prompt": e.prompt, "answer": e.answer, "completion": a.text, "reward": a.reward}
             for e, a in results
         ]
         report = {
             "step": step,
-            "accuracy": evaluation.accuracy,
+            "accuracy": means["accuracy"],
             "success": task.success,
-            "mean_length": evaluation.mean_length,
+            "mean_length": means["length"],
             "results": rows,
         }
         print(json.dumps(report, indent=2))
         return 0
     reached = "" if task.success == 1 else f" (reward ≥ {task.success:g})"
     print(
-        f"{options.run}, step {step}: accuracy {evaluation.accuracy:.3f}{reached} on "
+        f"{options.run}, step {step}: accuracy {means['accuracy']:.3f}{reached} on "
         f"{len(examples)} held-out prompts of {task.name}"
     )
-    for example, answer in [row for row in results if row[1].score < task.success][: options.show]:
+    wrong = [(e, a) for e, a in results if a.reward < task.success]
+    for example, answer in wrong[: options.show]:
         print(f"  {example.prompt!r} → {answer.text!r}, not {example.answer!r}")
     return 0
 
 
 def evaluate(
     model: Any, tokenizer: Any, examples: Sequence[Example], score: Reward, **limits: Any
-) -> list[Result]:
-    """The greedy completion of each prompt, and its score; errors are raised.
+) -> list[Sample]:
+    """The greedy completion of each prompt, with its score; errors are raised.
     limits: `max_new_tokens`, `batch_tokens`, `stop` and `tool` of `sample`.
     """
     rows = [(example.id, place, example.prompt) for place, example in enumerate(examples)]
@@ -158,7 +154,7 @@ def _options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
     """The stored options and loss of a run, overridden by the user's options. A loss defined by
     user code is not imported, because these commands do not train.
     """
-    config, spec = stored_options(options.run)
+    config, spec = resume.stored_options(options.run)
     return replace(
         config,
         task=options.task or config.task,
@@ -172,7 +168,7 @@ def unscored_options(options: FromRun) -> tuple[TrainConfig, pl.LossSpec]:
     config, spec = _options(options)
     config = replace(config, reward="exact" if config.task.endswith(".jsonl") else None)
     named = {"trust_remote_code"} if options.trust_remote_code else set()
-    refuse_unnamed_code(config, frozenset(named))
+    resume.refuse_unnamed_code(config, frozenset(named))
     return config, spec
 
 
@@ -183,13 +179,13 @@ def load_run(options: FromRun, config: TrainConfig, spec: pl.LossSpec) -> tuple[
             f"the weights of {options.run} are on the server {config.engine}, not in its "
             "checkpoints, so only the server can sample from them or give them away."
         )
-    checkpoint, step, tensors = stored_weights(options.run, options.checkpoint)
+    checkpoint, step, tensors = resume.stored_weights(options.run, options.checkpoint)
     ranks = replace(Ranks.start(config.device), world=1, rank=0, group=None)
     bare = spec.replace(kl=None)  # no reference is needed here
     config = replace(config, advantage="grpo", group_size=max(config.group_size, 2), teacher=None)
     offline = options.model is None
     setup = build(config, bare, ranks, say=lambda text: None, warn=_warn, offline=offline)
-    with name_damage(checkpoint):
+    with resume.name_damage(checkpoint):
         setup.learner.load_policy(tensors)
     return setup, step
 

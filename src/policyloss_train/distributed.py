@@ -20,16 +20,20 @@ from policyloss.errors import InputError
 from policyloss_lab.runs.files import StorageError
 
 T = TypeVar("T")
+Say = Callable[[str], None]  # shows the user a line, on the first rank alone
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The rank of this process. group: the process group, or None for a single process."""
+    """The rank of this process. group: the process group, or None for a single process. owns_group:
+    whether `start` made the group, so that `stop` ends it.
+    """
 
     rank: int
     world: int
     device: torch.device
     group: Any = None
+    owns_group: bool = False
 
     @classmethod
     def start(cls, device: str, timeout: float = 600.0) -> Ranks:
@@ -42,10 +46,16 @@ class Ranks:
         here = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if kind == "cuda" else kind)
         if here.type == "cuda":
             torch.cuda.set_device(here)
-        if not dist.is_initialized():
+        owns_group = not dist.is_initialized()
+        if owns_group:
             backend = "nccl" if here.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-        return cls(dist.get_rank(), world, here, dist.group.WORLD)
+        return cls(dist.get_rank(), world, here, dist.group.WORLD, owns_group)
+
+    def stop(self) -> None:
+        """End the process group of a finished run; its threads may abort a process that exits."""
+        if self.owns_group:
+            dist.destroy_process_group()
 
     @property
     def is_first(self) -> bool:

@@ -26,7 +26,7 @@ from policyloss_train.advantages import judge
 from policyloss_train.attention import Attention
 from policyloss_train.batches import Pack, minibatches
 from policyloss_train.config import TrainConfig
-from policyloss_train.distributed import Ranks, synchronise, unwrap
+from policyloss_train.distributed import Ranks, Say, synchronise, unwrap
 from policyloss_train.models import load_weights, weights, without_adapter
 from policyloss_train.optimizers import load_optimizer_state, optimizer_state
 from policyloss_train.policy import Critic, Routing, logprobs, loss_and_numbers
@@ -86,7 +86,7 @@ class Learner:
     skipped_in_a_row: int = 0
     stores_frozen: bool = True
     routing: Routing | None = None
-    warn: Callable[[str], None] = warnings.warn
+    warn: Say = warnings.warn
 
     def start_copies(self) -> None:
         """Copy the current policy into the reference, and its body into the critic."""

@@ -21,7 +21,7 @@ from policyloss.errors import PolicyLossError
 from policyloss.spec import LossSpec
 from policyloss_train.batches import Pack
 from policyloss_train.chat import read_template
-from policyloss_train.collect import Collector, Completions, Evaluation, score_answers
+from policyloss_train.collect import Collector, Completions, mean_outcomes, score_answers
 from policyloss_train.config import TrainConfig, defaults_of
 from policyloss_train.distributed import Ranks
 from policyloss_train.learner import Learned
@@ -29,16 +29,8 @@ from policyloss_train.optimizers import rate
 from policyloss_train.preflight import preflight, refuse_missing
 from policyloss_train.rollout.protocol import RolloutError
 from policyloss_train.rollout.session import make_rollout
+from policyloss_train.run import resume
 from policyloss_train.run.directory import RunDir, free_directory
-from policyloss_train.run.resume import (
-    UNSTARTED,
-    continue_options,
-    last_good,
-    loss_data,
-    restore,
-    resume_command,
-    store,
-)
 from policyloss_train.sampler import Sample, end_ids
 from policyloss_train.setup import build, distribute, teach
 from policyloss_train.tasks.rewards import tolerant_reward
@@ -63,7 +55,7 @@ def train(
     """
     config = config.with_loss(spec)
     if config.resume:
-        config = continue_options(config, spec)
+        config = resume.continue_options(config, spec)
     refuse_missing(config)  # before a run directory is created
     ranks = Ranks.start(config.device, config.rank_timeout)
     if not named_out:
@@ -71,16 +63,18 @@ def train(
     with _run_directory(config, spec) if ranks.is_first else nullcontext() as run:
         if run is not None and config.track:
             run.track(config.track)
-        return Training(config, spec, ranks, run, offline).run()
+        code = Training(config, spec, ranks, run, offline).run()
+    ranks.stop()
+    return code
 
 
 def _run_directory(config: TrainConfig, spec: LossSpec) -> RunDir:
     """Create or reopen the run directory, with the current options."""
-    options = replace(config, **UNSTARTED).to_dict()
+    options = replace(config, **resume.UNSTARTED).to_dict()
     if config.resume:
         run = RunDir.open(config.out)
     else:
-        loss, template = loss_data(spec, config.loss), config.chat_template
+        loss, template = resume.loss_data(spec, config.loss), config.chat_template
         defaults = {**TrainConfig().to_dict(), **defaults_of(config, spec)}
         text = read_template(template) if template else None
         run = RunDir.create(config.out, options, loss, defaults, text)
@@ -153,7 +147,7 @@ class Training:
                     self._reconnect(error)
             if self.step < config.steps:
                 self._store()
-                command = resume_command(config)
+                command = resume.resume_command(config)
                 self.display.say(f"stopped after step {self.step}; go on with: {command}")
                 return INTERRUPTED
         look = f"policyloss report {config.out}"
@@ -180,11 +174,12 @@ class Training:
         self.watch.at(f"step {self.step}, writing a checkpoint")
         if self.run_dir is not None:
             self.run_dir.sync()
-        store(self.checkpoints, self.step, self.stateful, self.ranks, keep=self.config.keep)
+        resume.store(self.checkpoints, self.step, self.stateful, self.ranks, keep=self.config.keep)
 
     def _restore(self) -> None:
         """Continue from the last good checkpoint, and drop lines that were logged after it."""
-        self.step = restore(self.checkpoints, self.stateful, self.ranks, self.learner.layout())
+        layout = self.learner.layout()
+        self.step = resume.restore(self.checkpoints, self.stateful, self.ranks, layout)
         if self.run_dir is not None:
             self.run_dir.truncate(self.step)
         self.ranks.barrier()
@@ -283,39 +278,33 @@ class Training:
         self.watch.at(f"step {self.step}, evaluating")
         examples = self.held_out[self.ranks.rank :: self.ranks.world]
         self.collector.rollout.ready(self.step)
-        samples = self.collector.answers(examples)
-        results = score_answers(examples, samples, self.score)
+        answers = score_answers(examples, self.collector.answers(examples), self.score)
         self.watch.at(f"step {self.step}, gathering the evaluation of all ranks")
-        everything = [result for share in self.ranks.gather(results) for result in share]
-        evaluation = Evaluation.of(everything, self.task.success)
-        self._store_answers(samples, [result.score for result in results])
+        shares = self.ranks.gather([(s.reward, len(s.completion_ids)) for s in answers])
+        means = mean_outcomes([one for share in shares for one in share], self.task.success)
+        self._store_answers(answers)
         return {
-            "eval/accuracy": evaluation.accuracy,
-            "eval/reward": evaluation.score,
-            "eval/length": evaluation.mean_length,
+            **{f"eval/{name}": mean for name, mean in means.items()},
             # Equal prompts have equal answers, so they count as one observation.
             "eval/prompts": float(len({example.prompt for example in self.held_out})),
         }
 
-    def _store_answers(self, samples: list[Sample], scores: list[float]) -> None:
-        """The answers to the first held-out prompts, of all ranks."""
+    def _store_answers(self, samples: list[Sample]) -> None:
+        """Write the scored answers to the first held-out prompts, of all ranks."""
         if not self.config.rollouts_every:
             return
         first = {example.id for example in self.held_out[:ANSWERS]}
-        pairs = [(s, score) for s, score in zip(samples, scores, strict=True) if s.example in first]
-        rows = [row for share in self.ranks.gather(pairs) for row in share]
+        shares = self.ranks.gather([s for s in samples if s.example in first])
         if self.run_dir is not None:
-            rows.sort(key=lambda row: row[0].example)
-            first_samples, rewards = [s for s, _ in rows], [score for _, score in rows]
-            size = self.run_dir.size("answers")
-            rows = self.token_log.answers(self.step, first_samples, rewards, size)
+            answers = sorted((s for share in shares for s in share), key=lambda s: s.example)
+            rows = self.token_log.answers(self.step, answers, self.run_dir.size("answers"))
             self.run_dir.append("answers", rows)
 
     def _last_good(self) -> str:
         """A sentence with the last good checkpoint and the command that resumes it."""
-        path = last_good(self.checkpoints)
+        path = resume.last_good(self.checkpoints)
         kept = f"The last good checkpoint is {path}" if path else "There is no good checkpoint"
-        return f"{kept}; go on with: {resume_command(self.config)}"
+        return f"{kept}; go on with: {resume.resume_command(self.config)}"
 
     def _log(self, metrics: dict[str, Any], timing: dict[str, float]) -> None:
         """Write the numbers of a step to the run directory and the display."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from policyloss.errors import InputError
 from policyloss.hf.forward import run_model
 from policyloss.hf.output_head import Transformation, UnknownHeadError
+from policyloss_train.distributed import Say
 from policyloss_train.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def load_model(
     offline: bool = False,
     empty: bool = False,
     trust_remote_code: bool = False,
-    warn: Callable[[str], None] = warnings.warn,
+    warn: Say = warnings.warn,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model in eval mode, and its tokenizer with an end token and a padding token.
 
@@ -141,12 +142,7 @@ def refuse_missing_folder(model: str) -> None:
 
 
 def _stored(
-    model: str,
-    dtype: torch.dtype,
-    offline: bool,
-    trust_remote_code: bool,
-    warn: Callable[[str], None],
-    empty: bool,
+    model: str, dtype: torch.dtype, offline: bool, trust_remote_code: bool, warn: Say, empty: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in a folder or on the hub."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -189,7 +185,7 @@ def _empty(where: str, source: dict[str, Any]) -> PreTrainedModel:
     return cast("PreTrainedModel", model)
 
 
-def _check_weights(model: str, loading: Mapping[str, Any], warn: Callable[[str], None]) -> None:
+def _check_weights(model: str, loading: Mapping[str, Any], warn: Say) -> None:
     """Refuse a model with missing weights, because random weights would replace them."""
     other = sorted(str(row[0]) for row in loading["mismatched_keys"])
     for names, problem in (

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -191,20 +191,14 @@ def as_samples(
     version: int = 0,
 ) -> list[Sample]:
     """Completions with their texts. keys: their examples and groups. ids: their prompts."""
-    finished = [one.tokens[-1] in ends for one in completions]
-    # Cut the end token here: the tokenizer may not mark it as special.
-    pairs = zip(completions, finished, strict=True)
-    bodies = [one.tokens[:-1] if done else one.tokens for one, done in pairs]
-    texts = (
-        tokenizer.batch_decode(bodies, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        if bodies
-        else []
-    )
     samples = []
-    for key, prompt, one, done, text in zip(keys, ids, completions, finished, texts, strict=True):
+    for key, prompt, one in zip(keys, ids, completions, strict=True):
+        finished = one.tokens[-1] in ends
+        # Cut the end token here: the tokenizer may not mark it as special.
+        text = decode(tokenizer, one.tokens[:-1] if finished else one.tokens)
         tokens = torch.tensor(prompt), torch.tensor(one.tokens), one.logp
-        s = Sample(*key, *tokens, done, text, version=version, support=one.support)
-        samples.append(replace(s, turn_ids=one.turn_ids))
+        more: dict[str, Any] = {"support": one.support, "turn_ids": one.turn_ids}
+        samples.append(Sample(*key, *tokens, finished, text, version=version, **more))
     return samples
 
 

@@ -16,23 +16,13 @@ from torch import Tensor, nn
 
 import policyloss as pl
 from policyloss.errors import InputError
+from policyloss_train import models
 from policyloss_train.attention import Rows, choose
 from policyloss_train.batches import Pack
 from policyloss_train.chat import with_template
 from policyloss_train.config import TrainConfig
-from policyloss_train.distributed import Ranks, wrap_for_ranks
+from policyloss_train.distributed import Ranks, Say, wrap_for_ranks
 from policyloss_train.learner import Learner
-from policyloss_train.models import (
-    TINY,
-    add_adapter,
-    checkpoint_gradients,
-    compile_blocks,
-    load_model,
-    load_weights,
-    train_base,
-    vocabulary_size,
-    weights,
-)
 from policyloss_train.optimizers import adamw
 from policyloss_train.policy import Critic, Policy, Routing
 from policyloss_train.run.checkpoint import subtree
@@ -57,17 +47,12 @@ class Setup(NamedTuple):
 
 
 def build(
-    config: TrainConfig,
-    spec: pl.LossSpec,
-    ranks: Ranks,
-    say: Callable[[str], None],
-    warn: Callable[[str], None],
-    offline: bool = False,
+    config: TrainConfig, spec: pl.LossSpec, ranks: Ranks, say: Say, warn: Say, offline: bool = False
 ) -> Setup:
     """Make or load everything. offline: download nothing; the user did not name the model."""
     task = make_task(config.task, reward=config.reward, seed=config.seed, success=config.success)
     load = partial(
-        load_model,
+        models.load_model,
         task=task,
         dtype=getattr(torch, config.dtype),
         device=ranks.device,
@@ -90,7 +75,7 @@ def build(
         f"model of {_size(model)} parameters; {sentence}"
     )
     if config.gradient_checkpointing:
-        checkpoint_gradients(model)
+        models.checkpoint_gradients(model)
     reference = critic = critic_optimizer = None
     if "ref_logp" in spec.reads and not config.lora_rank:
         reference = Policy(copy.deepcopy(model), attention).requires_grad_(False)
@@ -98,10 +83,10 @@ def build(
         critic = Critic(model, attention).to(ranks.device)
         critic_optimizer = adamw(critic, config.critic_lr, config)
     if config.lora_rank:
-        add_adapter(model, config)
+        models.add_adapter(model, config)
     policy = Policy(model, attention)
     if config.compile:  # after `observe_head`, whose forward would compile for its shape
-        compile_blocks(model.base_model)
+        models.compile_blocks(model.base_model)
     optimizer = adamw(policy, config.lr, config)
     modules = (policy, optimizer, reference, critic, critic_optimizer)
     learner = Learner(config, spec, ranks, *modules, warn=warn)
@@ -125,8 +110,8 @@ def _teacher(config: TrainConfig, load: Callable[..., Any], model: Any, tokenize
     if is_run:
         path, _, tensors = stored_weights(folder)
         with name_damage(path):
-            load_weights(weights(policy), subtree(tensors, "policy"))
-    sizes = [vocabulary_size(x) for x in (teacher, model)]
+            models.load_weights(models.weights(policy), subtree(tensors, "policy"))
+    sizes = [models.vocabulary_size(x) for x in (teacher, model)]
     if sizes[0] != sizes[1] or its_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise InputError(
             f"the teacher {folder} has another vocabulary ({sizes[0]} entries) than the model "
@@ -143,7 +128,7 @@ def teach(setup: Setup, config: TrainConfig, start: Callable[[int], Callable[...
     """
     steps, (task, tokenizer, model, learner) = warmup_steps(config), setup
     if steps:
-        with train_base(model):
+        with models.train_base(model):
             report, seed = start(steps), config.seed
             warm_up(model, tokenizer, task, steps=steps, seed=seed, progress=report)
     learner.start_copies()
@@ -154,7 +139,7 @@ def warmup_steps(config: TrainConfig) -> int:
     if config.warmup_steps is not None:
         return config.warmup_steps
     by_task = {"sort": WARMUP_STEPS, "lookup": 2 * WARMUP_STEPS}
-    return by_task.get(config.task, 0) if config.model in TINY else 0
+    return by_task.get(config.task, 0) if config.model in models.TINY else 0
 
 
 def distribute(learner: Learner) -> None:
@@ -177,7 +162,7 @@ def distribute(learner: Learner) -> None:
 
 
 def _check_vocabulary(model: Any, tokenizer: Any) -> None:
-    size = vocabulary_size(model)
+    size = models.vocabulary_size(model)
     # Ids may have gaps.
     count = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
     if count > size:
@@ -202,6 +187,7 @@ def warm_up(
     steps: int = WARMUP_STEPS,
     seed: int,
     progress: Callable[[int, float], object] | None = None,
+    lr: float = LR,
 ) -> None:
     """`steps` AdamW steps on `−mean log p(completion, end | prompt)` of the task's demonstrations,
     in eval mode, on training prompts only. progress: called as `progress(done, loss)`.
@@ -211,13 +197,13 @@ def warm_up(
     if not rows:
         raise InputError(f"the task {task.name} has no answers to warm up on: --warmup-steps 0.")
     policy = Policy(model, Rows())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     for step in range(steps):
         chosen = rng.sample(rows, min(BATCH, len(rows)))
         texts = [(example.prompt, task.demonstration(example, rng) or "") for example in chosen]
         for group in optimizer.param_groups:
             # The first steps of AdamW are large for any gradient.
-            group["lr"] = LR * min(1.0, (step + 1) / 10)
+            group["lr"] = lr * min(1.0, (step + 1) / 10)
         micro = _pack(tokenizer, texts, task.tool).to(model.device).micro_batch()
         loss = policy(micro, partial(_loss, micro["targets"], micro["mask"]))
         optimizer.zero_grad()

@@ -55,14 +55,14 @@ def call_within(seconds: float, function: Callable[..., T], *arguments: Any) -> 
     """Return `function(*arguments)`, or raise `TimeIsUp` after `seconds`; 0 is no limit."""
     if not seconds:
         return function(*arguments)
-    watched = _end_process_after(max(HARD * seconds, seconds + HARD_S))
+    _end_process_after(max(HARD * seconds, seconds + HARD_S))
     try:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if not in_main_thread or not hasattr(signal, "setitimer"):
             return function(*arguments)  # only the main thread can be interrupted
         return _interrupted_after(seconds, function, arguments)
     finally:
-        if watched and not _Watch.kept:
+        if not _Watch.kept:
             faulthandler.cancel_dump_traceback_later()
 
 
@@ -103,16 +103,15 @@ def _interrupted_after(seconds: float, function: Callable[..., T], arguments: tu
     return result
 
 
-def _end_process_after(seconds: float) -> bool:
-    """Schedule the end of the process; returns False if there is no file to print the stack to."""
+def _end_process_after(seconds: float) -> None:
+    """Schedule the end of the process, if there is a file to print the stack to."""
     now = time.monotonic()
     if _Watch.kept and _Watch.seconds == seconds and 0 < now - _Watch.armed < REARM_S:
-        return True
+        return
     try:
         handle = sys.__stderr__.fileno() if sys.__stderr__ is not None else 2
         os.fstat(handle)
     except (OSError, ValueError):
-        return False
+        return
     faulthandler.dump_traceback_later(seconds, exit=True, file=handle)
     _Watch.armed, _Watch.seconds = now, seconds
-    return True

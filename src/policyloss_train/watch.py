@@ -8,7 +8,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from policyloss.errors import InputError, PolicyLossError
-from policyloss_lab.diagnosis import doctor
+from policyloss_lab.diagnosis.tokens import doctor
 from policyloss_train.batches import Pack
 from policyloss_train.config import TrainConfig
-from policyloss_train.distributed import Ranks
+from policyloss_train.distributed import Ranks, Say
 from policyloss_train.models import list_names
 from policyloss_train.preflight import WITHOUT_GROUPS
 
@@ -37,7 +37,7 @@ class Watch:
     are behind. Each rank writes its phase to the store of the process group.
     """
 
-    def __init__(self, ranks: Ranks, say: Callable[[str], None], every: float) -> None:
+    def __init__(self, ranks: Ranks, say: Say, every: float) -> None:
         self._ranks, self._say, self._every = ranks, say, every
         self.where, self._since, self._count = "start", time.time(), 0
         self._stop = threading.Event()
@@ -109,7 +109,7 @@ LONG_PATIENCE = 10  # the same for conditions that may be a slow start
 class Hints:
     """Prints hints about the numbers of a run. success: the reward of a correct completion."""
 
-    def __init__(self, config: TrainConfig, success: float, say: Callable[[str], None]) -> None:
+    def __init__(self, config: TrainConfig, success: float, say: Say) -> None:
         self._config, self._success, self._say = config, success, say
         self._in_a_row: Counter[str] = Counter()
         self._hinted: set[str] = set()

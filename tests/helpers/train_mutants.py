@@ -15,6 +15,7 @@ _DISK, _FAULTS, _DOORS, _REAL, _SUPPORT, _TINKER, _TURNS, _VLLM = (
     "test_train_vllm.py::",
 )
 _BENCH = "test_bench.py::"
+_CHART = "test_chart.py::"
 TRAIN = (
     (
         "tool_tokens_trained",
@@ -334,8 +335,8 @@ TRAIN = (
     (
         "tokens_left_out_are_kept",
         "policyloss_train/rollout/vllm_engine.py",
-        "logp > LEFT_OUT",
-        "logp >= LEFT_OUT",
+        "logp > protocol.LEFT_OUT",
+        "logp >= protocol.LEFT_OUT",
         _VLLM + "test_tokens_with_a_probability_are_kept",
     ),
     (
@@ -516,8 +517,8 @@ TRAIN = (
     (
         "a_run_like_another_runs_the_code_it_names",
         "policyloss_train/arguments.py",
-        "refuse_unnamed_code(replace(config, out=run), frozenset(named), MAY_BE_CODE)",
-        "pass",
+        "frozenset(named), resume.MAY_BE_CODE)",
+        "frozenset(named), ())",
         _DOORS + "test_the_options_of_a_run_are_the_starting_point_of_another",
     ),
     (
@@ -582,6 +583,27 @@ TRAIN = (
         "    if example.prompt in _held_out():",
         "    if False:",
         _BENCH + "test_a_fifth_of_the_rewards_of_training_is_inverted",
+    ),
+    (
+        "a_condition_keeps_the_task_of_the_cell",
+        "policyloss_train/bench/runs.py",
+        "CONDITIONS[self.condition].task or self.task",
+        "self.task",
+        _CHART + "test_every_cell_has_its_own_digest_and_a_start",
+    ),
+    (
+        "a_wrong_sum_carries",
+        "policyloss_train/bench/tasks.py",
+        "str((int(x) + int(y)) % 10)",
+        "str((int(x) + int(y) + 1) % 10)",
+        _CHART + "test_demonstrations_are_right_or_wrong_in_one_way",
+    ),
+    (
+        "held_out_prompts_of_a_bench_are_trained_on",
+        "policyloss_train/bench/tasks.py",
+        '"split": split})',
+        '"split": "train"})',
+        _CHART + "test_the_trainer_reads_the_task_from_its_file",
     ),
     (
         "a_changed_loss_is_not_run_again",

@@ -98,10 +98,10 @@ def kill() -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "step"),
     [
-        (loop, "store", 0),  # before there is a checkpoint at all: nothing can be resumed
+        (loop.resume, "store", 0),  # before there is a checkpoint at all: nothing can be resumed
         pytest.param(Collector, "collect", 0, marks=pytest.mark.slow),
         (loop.Training, "_learn", 3),
-        (loop, "store", 4),  # the line is there, its checkpoint is not
+        (loop.resume, "store", 4),  # the line is there, its checkpoint is not
         pytest.param(RunDir, "append", 5, marks=pytest.mark.slow),
     ],
 )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from policyloss.errors import InputError
 from policyloss.hf.output_head import measuring
-from policyloss_train.collect import Evaluation, Result
+from policyloss_train.collect import mean_outcomes
 from policyloss_train.command import evaluate
 from policyloss_train.drawing import Rule, draw, support
 from policyloss_train.sampler import Sample, encode, end_ids, sample, uniforms
@@ -587,13 +587,14 @@ def test_evaluation_by_hand() -> None:
         Question(5, "mn", wrong),
     ]
     results = evaluate(model, letters(), examples, likeness, max_new_tokens=5, batch_tokens=20)  # type: ignore[arg-type]
-    got = Evaluation.of(results)
+    outcomes = [(r.reward, len(r.completion_ids)) for r in results]
+    got = mean_outcomes(outcomes, success=1.0)
     assert [r.example for r in results] == [8, 3, 5]
     assert [r.text for r in results] == says
-    assert [r.score for r in results] == [1.0, 0.5, 0.0]
-    assert (got.accuracy, got.score) == (1 / 3, 0.5)  # one of three; (1 + 0.5 + 0) / 3
-    assert got.mean_length == sum(r.length for r in results) / 3
-    assert Evaluation.of(results, success=0.5).accuracy == 2 / 3
+    assert [r.reward for r in results] == [1.0, 0.5, 0.0]
+    assert (got["accuracy"], got["reward"]) == (1 / 3, 0.5)  # one of three; (1 + 0.5 + 0) / 3
+    assert got["length"] == sum(len(r.completion_ids) for r in results) / 3
+    assert mean_outcomes(outcomes, success=0.5)["accuracy"] == 2 / 3
     with pytest.raises(InputError, match="example 77 "):
         evaluate(
             model, letters(), [Question(77, "", "")], likeness, max_new_tokens=5, batch_tokens=20
@@ -601,10 +602,7 @@ def test_evaluation_by_hand() -> None:
 
 
 def test_means_of_an_evaluation() -> None:
-    rows = [
-        Result(0, "c", 1.0, 2),
-        Result(1, "c", 0.25, 4),
-        Result(2, "c", 1.0, 9),
-    ]
+    rows = [(1.0, 2), (0.25, 4), (1.0, 9)]
     # 2 of 3; (1 + 0.25 + 1) / 3; (2 + 4 + 9) / 3
-    assert Evaluation.of(rows) == (2 / 3, 0.75, 5.0)
+    means = {"accuracy": 2 / 3, "reward": 0.75, "length": 5.0}
+    assert mean_outcomes(rows, success=1.0) == means

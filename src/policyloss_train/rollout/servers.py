@@ -30,17 +30,9 @@ from torch import Tensor
 from policyloss.errors import InputError, PolicyLossError, safe_repr, visible
 from policyloss_lab.runs.files import damage_named
 from policyloss_train.config import TrainConfig
-from policyloss_train.distributed import Ranks
-from policyloss_train.rollout.protocol import (
-    NOISE,
-    Completion,
-    Engine,
-    Prompt,
-    RolloutError,
-    Sampling,
-    Weights,
-    problem,
-)
+from policyloss_train.distributed import Ranks, Say
+from policyloss_train.rollout import protocol
+from policyloss_train.rollout.protocol import Completion, Prompt, Sampling, Weights
 from policyloss_train.rollout.transfer import Transfer
 from policyloss_train.rollout.vllm_engine import TopLogprobs, parameters
 
@@ -52,14 +44,12 @@ Job = TypeVar("Job")
 T = TypeVar("T")
 
 
-class Servers(Engine):
+class Servers(protocol.Engine):
     """Every rank sends prompts to the servers; the first rank updates their weights."""
 
     concurrent = True
 
-    def __init__(
-        self, config: TrainConfig, ranks: Ranks, report: TopLogprobs, warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, config: TrainConfig, ranks: Ranks, report: TopLogprobs, warn: Say) -> None:
         self._patience, self._ranks, self._warn = config.rollout_timeout, ranks, warn
         addresses = [address.strip().rstrip("/") for address in config.rollout.split(",")]
         self._servers = [Server(address, config.rollout_timeout, report) for address in addresses]
@@ -178,7 +168,7 @@ class Servers(Engine):
             done, tries = now_done, tries + 1
             if tries >= TRIES and time.monotonic() - since >= self._patience:
                 failing = " ".join(self._failing.values())
-                raise RolloutError(
+                raise protocol.RolloutError(
                     f"no completions have come for {self._patience:g} s (--rollout-timeout): "
                     f"{failing}"
                 )
@@ -257,7 +247,7 @@ class Server:
                 raise ServerError(self, f"gave {len(choices)} completions, not {prompt.number}.")
             completions = [self._completion(choice, name, version, count) for choice in choices]
             for one in completions:
-                wrong = problem(one, sampling, self._report.vocabulary, version)
+                wrong = protocol.problem(one, sampling, self._report.vocabulary, version)
                 if wrong is not None:
                     raise ServerError(self, f"gave a completion {wrong}.")
         return completions
@@ -276,7 +266,7 @@ class Server:
             rows = [token["top_logprobs"] for token in content]
             ids = _table([[top["token_id"] for top in row] for row in rows], count, int)
             likeliest = _table([[top["logprob"] for top in row] for row in rows], count, int, float)
-            if not (likeliest <= NOISE).all():
+            if not (likeliest <= protocol.NOISE).all():
                 raise ServerError(self, "gave log-probabilities above 0.")
             support = self._report.support(ids, likeliest)
         return Completion(choice["token_ids"], logp, reason == "stop", version, support)

@@ -15,31 +15,17 @@ import torch
 from torch import nn
 
 from policyloss.errors import InputError
+from policyloss_train import sampler
 from policyloss_train.config import TrainConfig
-from policyloss_train.distributed import gather_parameters
+from policyloss_train.distributed import Say, gather_parameters
 from policyloss_train.drawing import Rule
 from policyloss_train.models import load_weights, vocabulary_size
 from policyloss_train.models import weights as weights_of
-from policyloss_train.rollout.protocol import (
-    Completion,
-    Engine,
-    Prompt,
-    Sampling,
-    Weights,
-    check_completions,
-)
+from policyloss_train.rollout import protocol
+from policyloss_train.rollout.protocol import Completion, Engine, Prompt, Sampling, Weights
 from policyloss_train.rollout.servers import Servers
 from policyloss_train.rollout.vllm_engine import VLLM, TopLogprobs
-from policyloss_train.sampler import (
-    Completed,
-    Sample,
-    as_samples,
-    complete,
-    cut_at_stop,
-    encode,
-    take_turns,
-    uniforms,
-)
+from policyloss_train.sampler import Completed, Sample
 from policyloss_train.setup import Setup
 from policyloss_train.tasks.base import Tool
 from policyloss_train.tinker.learner import ServerLearner, ServerSampler
@@ -70,7 +56,7 @@ class Rollout:
     model: Any
     tokenizer: Any
     stop: tuple[str, ...] = ()
-    warn: Callable[[str], None] = warnings.warn
+    warn: Say = warnings.warn
     mismatched: bool = False
     version: int | None = None
     tool: Tool | None = None
@@ -90,12 +76,14 @@ class Rollout:
     def samples(self, wanted: Sequence[Wanted], sampling: Sampling) -> list[Sample]:
         """The completions, prompt after prompt, without rewards."""
         assert self.version is not None
-        ids = encode(self.tokenizer, [one.text for one in wanted])
+        ids = sampler.encode(self.tokenizer, [one.text for one in wanted])
         rows = [
             (one, tokens, one.place + i)
             for one, tokens in zip(wanted, ids, strict=True)
             for i in range(one.number)
         ]
+        keys = [(one.example, one.group) for one, _, _ in rows]
+        starts = [tokens for _, tokens, _ in rows]
 
         def go_on(chosen: list[int], starts: list[list[int]], ends: list[int]) -> list[Completed]:
             turns = [
@@ -110,26 +98,19 @@ class Rollout:
             prompts = [Prompt(tokens, one.number, one.place) for one, tokens in pairs]
             completed = self._complete(prompts, sampling)
         else:
-            texts, starts = [one.text for one, _, _ in rows], [tokens for _, tokens, _ in rows]
-            limit = sampling.max_new_tokens
-            completed = take_turns(self.tool, self.tokenizer, texts, starts, limit, go_on)
+            texts, limit = [one.text for one, _, _ in rows], sampling.max_new_tokens
+            completed = sampler.take_turns(self.tool, self.tokenizer, texts, starts, limit, go_on)
         self._compare(sampling, any(one.support is not None for one in completed))
-        samples = as_samples(
-            self.tokenizer,
-            [(one.example, one.group) for one, _, _ in rows],
-            [tokens for _, tokens, _ in rows],
-            completed,
-            set(sampling.end_ids),
-            self.version,
-        )
-        return [cut_at_stop(self.tokenizer, s, self.stop) for s in samples]
+        ends = set(sampling.end_ids)
+        samples = sampler.as_samples(self.tokenizer, keys, starts, completed, ends, self.version)
+        return [sampler.cut_at_stop(self.tokenizer, s, self.stop) for s in samples]
 
     def _complete(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Completed]:
         """The completions of the engine, checked."""
         assert self.version is not None
         completions = self.engine.generate(prompts, sampling)
-        vocabulary, engine = vocabulary_size(self.model), f"the rollout engine {self.name!r}"
-        return check_completions(engine, prompts, sampling, completions, vocabulary, self.version)
+        name, size = f"the rollout engine {self.name!r}", vocabulary_size(self.model)
+        return protocol.check_completions(name, prompts, sampling, completions, size, self.version)
 
     def _compare(self, sampling: Sampling, with_support: bool) -> None:
         """Warn if the engine's log-probabilities are over fewer tokens than the learner's."""
@@ -180,10 +161,10 @@ class BuiltIn(Engine):
             nullcontext() if self.concurrent else gather_parameters(self._policy()),
             nullcontext() if self._stream is None else torch.cuda.stream(self._stream),
         ):
-            completed = complete(
+            completed = sampler.complete(
                 self._model,
                 [p.ids for p, _ in rows],
-                uniforms(sampling.seed, sampling.draw, count, width)[places],
+                sampler.uniforms(sampling.seed, sampling.draw, count, width)[places],
                 list(sampling.end_ids),
                 rule,
                 self._batch_tokens,
@@ -206,7 +187,7 @@ class BuiltIn(Engine):
         self._version = version
 
 
-def make_rollout(config: TrainConfig, setup: Setup, warn: Callable[[str], None]) -> Rollout:
+def make_rollout(config: TrainConfig, setup: Setup, warn: Say) -> Rollout:
     """The engine that `--rollout` names, for a run."""
     model = (setup.model, setup.tokenizer)
     weights = Weights(*model, setup.learner.ranks)
@@ -214,9 +195,7 @@ def make_rollout(config: TrainConfig, setup: Setup, warn: Callable[[str], None])
     return Rollout(config.rollout, engine, weights, *model, config.stop, warn, tool=setup.task.tool)
 
 
-def _engine(
-    config: TrainConfig, setup: Setup, weights: Weights, warn: Callable[[str], None]
-) -> Engine:
+def _engine(config: TrainConfig, setup: Setup, weights: Weights, warn: Say) -> Engine:
     name, learner, ranks = config.rollout, setup.learner, setup.learner.ranks
     if isinstance(learner, ServerLearner):
         return ServerSampler(learner)
@@ -242,6 +221,6 @@ def _engine(
                 "give their addresses: --rollout http://host:port."
             )
         prompts = [e.prompt for e in (*setup.task.train, *setup.task.held_out)]
-        longest = max(map(len, encode(setup.tokenizer, prompts)))
+        longest = max(map(len, sampler.encode(setup.tokenizer, prompts)))
         return VLLM(config, weights, longest, report, warn)
     return Servers(config, ranks, report, warn)

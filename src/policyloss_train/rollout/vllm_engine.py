@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,10 @@ from torch import Tensor
 
 from policyloss.errors import InputError
 from policyloss_train.config import TrainConfig
+from policyloss_train.distributed import Say
 from policyloss_train.drawing import Pair
-from policyloss_train.rollout.protocol import (
-    LEFT_OUT,
-    Completion,
-    Prompt,
-    RolloutError,
-    Sampling,
-    Weights,
-)
+from policyloss_train.rollout import protocol
+from policyloss_train.rollout.protocol import Completion, Prompt, Sampling, Weights
 
 CPU_CACHE = 1 << 30  # bytes of KV cache on a CPU, where vLLM would take half of the memory
 
@@ -35,12 +30,7 @@ class VLLM:
     concurrent = True
 
     def __init__(
-        self,
-        config: TrainConfig,
-        weights: Weights,
-        longest: int,
-        report: TopLogprobs,
-        warn: Callable[[str], None],
+        self, config: TrainConfig, weights: Weights, longest: int, report: TopLogprobs, warn: Say
     ) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # weights stay in memory
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -78,7 +68,7 @@ class VLLM:
             )
         except Exception as error:  # another package may raise anything
             self.close()
-            raise RolloutError(
+            raise protocol.RolloutError(
                 f"vLLM cannot serve the model {config.model!r}: {error} On a CPU it takes heads of "
                 "32, 64, 80, 96, 112 or 128 numbers and more, which --model tiny32 has."
             ) from error
@@ -191,10 +181,10 @@ class TopLogprobs:
 
     def support(self, ids: Tensor, logp: Tensor) -> Pair:
         """The support of each token. ids, logp: the likeliest tokens, `[L, count]` each."""
-        kept = logp > LEFT_OUT
+        kept = logp > protocol.LEFT_OUT
         sizes = kept.sum(1)
         if self.count < self.vocabulary and bool((sizes == self.count).any()):
-            raise RolloutError(
+            raise protocol.RolloutError(
                 f"vLLM kept {self.count} tokens or more, and reports no more of them: more than "
                 f"{TIES} are as likely as the last that --top-k allows. Use another --top-k, or "
                 "--no-sampling-mask."

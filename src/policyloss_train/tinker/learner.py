@@ -21,10 +21,8 @@ from policyloss_train.tinker.service import LostServerError, Row, Service
 from policyloss_train.watch import nonfinite_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from policyloss_train.config import TrainConfig
-    from policyloss_train.distributed import Ranks
+    from policyloss_train.distributed import Ranks, Say
 
 
 class OneBatch:
@@ -51,12 +49,7 @@ class ServerLearner(Learner):
 
     @classmethod
     def connect(
-        cls,
-        config: TrainConfig,
-        spec: pl.LossSpec,
-        ranks: Ranks,
-        say: Callable[[str], None],
-        warn: Callable[[str], None],
+        cls, config: TrainConfig, spec: pl.LossSpec, ranks: Ranks, say: Say, warn: Say
     ) -> ServerLearner:
         """Connect to the server of `config`, and check how it learns."""
         if ranks.world > 1:

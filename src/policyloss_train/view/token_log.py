@@ -8,7 +8,7 @@ evaluation. So a reader sees examples of a step, and how the completions of one 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import policyloss as pl
 from policyloss_lab.completions import BRANCHES, choose_groups, token_branches
 from policyloss_train.batches import Pack
 from policyloss_train.config import TrainConfig
-from policyloss_train.distributed import Ranks
+from policyloss_train.distributed import Ranks, Say
 from policyloss_train.learner import Learned
 from policyloss_train.sampler import Sample
 from policyloss_train.tasks import Example, Task
@@ -54,7 +54,7 @@ class TokenLog:
     task: Task
     tokenizer: Any
     ends: Sequence[int]
-    warn: Callable[[str], None]
+    warn: Say
     warned: bool = False
 
     def rollouts(
@@ -62,38 +62,31 @@ class TokenLog:
     ) -> list[dict[str, Any]]:
         """The rows of a step: the most informative groups if `due`, and those of first prompts."""
         chosen = stored_groups(samples, self.config.rollouts_rows if due else 0)
-        places = [place for group in chosen for place in group]
-        if not places:
+        if not chosen:
             return []
+        places = [place for group in chosen for place in group]
         pack = learned.pack.with_tokens(logp=learned.logp, entropy=learned.entropy)
         pack = pack.with_tokens(
             clipped=find_clipped(pack, self.spec),
             branch=token_branches(self.spec, **_arguments(pack)),
         )
-        parts = _parts(pack.select(places).to(torch.device("cpu")))
+        parts = iter(_parts(pack.select(places).to(torch.device("cpu"))))
         of_step = {"groups": len({s.group for s in samples})}
         rows = [
-            {**self._row(step, samples[i], self.task.train), **of_step, **_numbers(part)}
-            for i, part in zip(places, parts, strict=True)
+            [
+                {**self._row(step, samples[i], self.task.train), **of_step, **_numbers(next(parts))}
+                for i in group
+            ]
+            for group in chosen
         ]
-        rest = iter(rows)
-        groups = [[next(rest) for _ in group] for group in chosen]
-        return self._fitting("rollouts", step, groups, self.config.rollouts_every, size)
+        return self._fitting("rollouts", step, rows, self.config.rollouts_every, size)
 
-    def answers(
-        self, step: int, samples: Sequence[Sample], rewards: Sequence[float], size: int
-    ) -> list[dict[str, Any]]:
-        """The rows of one evaluation. samples: the answers to held-out prompts."""
-        rows = [
-            {
-                **self._row(step, s, self.task.held_out),
-                "group": s.example,
-                "reward": reward,
-                "rollout_logp": _short(s.rollout_logp),
-            }
-            for s, reward in zip(samples, rewards, strict=True)
-        ]
-        groups = [[row] for row in rows]
+    def answers(self, step: int, samples: Sequence[Sample], size: int) -> list[dict[str, Any]]:
+        """The rows of one evaluation. samples: the scored answers to held-out prompts."""
+        groups = []
+        for s in samples:
+            numbers = {"group": s.example, "rollout_logp": _short(s.rollout_logp)}
+            groups.append([{**self._row(step, s, self.task.held_out), **numbers}])
         return self._fitting("answers", step, groups, self.config.eval_every, size)
 
     def _row(self, step: int, s: Sample, examples: Sequence[Example]) -> dict[str, Any]:
