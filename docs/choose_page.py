@@ -19,9 +19,8 @@ def choose_page() -> str:
     about = (
         "Answer as many questions about your run as you can. The result is a loss, with a reason "
         "and a source for each part. It is a starting point: change a part if your run needs it, "
-        "and let [the doctor](doctor.md) read the run. [Evidence](evidence.md) shows what each "
-        "loss "
-        "learned on a small task."
+        "and let [the doctor](doctor.md) read the run. [The stress chart](stress.md) shows which "
+        "losses survive which difficulty on a small task."
     )
     example = 'print(choose(updates="stale", engine="separate", model="moe"))'
     return join(

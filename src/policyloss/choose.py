@@ -138,7 +138,7 @@ RULES = (
         preset="gspo",
     ),
     ChoiceRule(
-        {"updates": "stale"},
+        {"updates": "stale", "model": "moe"},
         "A clip silences the tokens whose ratio left its band, and with old completions these are "
         "many. CISPO bounds their weight and keeps their gradient, also with experts. The band of "
         "GSPO is narrower than what engine and trainer differ by.",
@@ -173,7 +173,17 @@ RULES = (
         slots={"correction": "pl.Band(low=0.5, high=5)"},
     ),
     ChoiceRule(
-        {"signal": _REWARD, "updates": "stale", "engine": "separate"},
+        {"signal": _REWARD, "updates": "stale", "model": "dense"},
+        "A bad completion of an old policy pushes hardest where the policy has left it already, "
+        "and this destroys a run. Such completions are masked, by the log-probabilities of the "
+        "policy that sampled: pass them as rollout_logp, and recompute old_logp. 0.01 nats per "
+        "token are above the mismatch of an engine.",
+        "OPSM, DeepSeek-V3.2, arXiv 2512.02556; of all corrections on the stress chart "
+        "(docs/stress.md), this one lost least with completions 16 steps old",
+        slots={"correction": "pl.OPSM(delta=0.01, source='rollout')"},
+    ),
+    ChoiceRule(
+        {"signal": _REWARD, "updates": "stale", "engine": "separate", "model": "moe"},
         "The weights that sampled are gone when the batch is trained on, so only the engine's "
         "log-probabilities describe the policy that sampled. The ratio to rollout_logp holds "
         "staleness and mismatch together, and needs no correction.",
@@ -181,7 +191,7 @@ RULES = (
         slots={"ratio": "pl.TokenRatio(anchor='rollout')"},
     ),
     ChoiceRule(
-        {"signal": _REWARD, "updates": "stale", "engine": "same"},
+        {"signal": _REWARD, "updates": "stale", "engine": "same", "model": "moe"},
         "old_logp must be that of the policy that sampled, so store it with the completions.",
         "the definition of the ratio",
     ),

@@ -72,6 +72,10 @@ def test_a_chosen_loss_has_a_gradient(choice) -> None:  # type: ignore[no-untype
             {"model": "moe", "updates": "stale"},
             "pl.preset(\"cispo\").replace(ratio=pl.TokenRatio(anchor='rollout'))",
         ),
+        (
+            {"updates": "stale", "engine": "same"},
+            "pl.preset(\"dapo\").replace(correction=pl.OPSM(delta=0.01, source='rollout'))",
+        ),
         ({"critic": "yes", "engine": "same"}, 'pl.preset("ppo_dual_clip")'),
         ({"signal": "teacher_tokens"}, 'pl.preset("opd_kl")'),
         ({"signal": "teacher_distribution", "critic": "yes"}, 'pl.preset("opd_exact")'),
@@ -87,7 +91,9 @@ def test_a_loss_against_the_engine_has_no_correction_and_others_have_one() -> No
     for choice in CHOICES:
         against_engine = getattr(choice.spec.ratio, "anchor", None) == "rollout"
         assert not (against_engine and choice.spec.correction)
-        needs_one = choice.answers["engine"] == "separate" and "reward" in choice.answers["signal"]
+        answers = choice.answers
+        stale = answers["updates"] == "stale" and answers["model"] == "dense"
+        needs_one = "reward" in answers["signal"] and (stale or answers["engine"] == "separate")
         assert needs_one == (against_engine or bool(choice.spec.correction))
 
 
