@@ -182,7 +182,7 @@ def training_walk() -> Walk:
         learner.Learner._step_optimizer,
         loop.score_answers,
         loop.RunDir.log,
-        loop.store,
+        loop.resume.store,
     )
     about = "`policyloss train` with one step: sample, score, judge, update, write down."
     return Walk("One training step", about, call, stops)

@@ -75,7 +75,7 @@ def accuracy_figure(presets: dict[str, list[Run]], goal: float) -> str:
         x, y = 20 + (i % COLUMNS) * (width + GAP), TOP + (i // COLUMNS) * row + TITLE
         chart = Chart((x, y, width, height), last, 0.0, 1.0, logarithmic=False)
         drawn += [
-            _text(x, y - 6, name, weight=600, size=12),
+            draw_text(x, y - 6, name, weight=600, size=12),
             *(chart.level(value, RULE) for value in (0.0, 0.5, 1.0)),
             chart.level(goal, GOAL_INK, dashed=True),
             *(
@@ -85,8 +85,8 @@ def accuracy_figure(presets: dict[str, list[Run]], goal: float) -> str:
         ]
     total = TOP + math.ceil(len(presets) / COLUMNS) * row + 8
     heading = [
-        _text(20, 28, "Held-out accuracy over training steps", size=17, weight=600),
-        _text(
+        draw_text(20, 28, "Held-out accuracy over training steps", size=17, weight=600),
+        draw_text(
             20,
             46,
             f"0 to 1 over {last} steps; one line per seed; the dashed line is {goal:g}",
@@ -94,7 +94,7 @@ def accuracy_figure(presets: dict[str, list[Run]], goal: float) -> str:
             fill=SOFT,
         ),
     ]
-    return _svg(
+    return draw_page(
         total, f"Held-out accuracy over {last} steps of {len(presets)} presets", [*heading, *drawn]
     )
 
@@ -115,7 +115,7 @@ def clip_figure(studies: dict[str, dict[str, list[Run]]], losses: tuple[str, str
                 (loss, _points(run, curve)) for loss in losses for run in presets.get(loss, [])
             ]
             drawn += [
-                _text(
+                draw_text(
                     x,
                     y - 6,
                     f"{title}, learning rate {study.rpartition(' ')[2]}",
@@ -127,12 +127,14 @@ def clip_figure(studies: dict[str, dict[str, list[Run]]], losses: tuple[str, str
                 (x, y, width - 30, height), lines, dict(zip(losses, (PLAIN_INK, OURS), strict=True))
             )
     heading = [
-        _text(20, 28, "Stale completions: plain PPO and dual clip", size=17, weight=600),
-        _text(20, 46, losses[0], size=12, fill=PLAIN_INK, weight=600),
-        _text(60, 46, losses[1], size=12, fill=OURS, weight=600),
-        _text(170, 46, "over training steps; one line per seed, logarithmic", size=12, fill=SOFT),
+        draw_text(20, 28, "Stale completions: plain PPO and dual clip", size=17, weight=600),
+        draw_text(20, 46, losses[0], size=12, fill=PLAIN_INK, weight=600),
+        draw_text(60, 46, losses[1], size=12, fill=OURS, weight=600),
+        draw_text(
+            170, 46, "over training steps; one line per seed, logarithmic", size=12, fill=SOFT
+        ),
     ]
-    return _svg(
+    return draw_page(
         TOP + len(studies) * row + 8,
         "Gradient norm and largest ratio of plain PPO and dual clip",
         [*heading, *drawn],
@@ -160,17 +162,17 @@ def _log_chart(box: Box, lines: list[tuple[str, list[Point]]], ink: dict[str, st
     return [
         *(chart.level(10.0**k, RULE) for k in decades),
         *(
-            _text(
+            draw_text(
                 x - 6, chart.at(0, 10.0**k)[1] + 4, f"{10.0**k:g}", anchor="end", fill=SOFT, size=11
             )
             for k in decades
         ),
-        _text(x + width, y + height + 14, f"step {last:g}", anchor="end", fill=SOFT, size=11),
+        draw_text(x + width, y + height + 14, f"step {last:g}", anchor="end", fill=SOFT, size=11),
         *(chart.line(points, ink[loss]) for loss, points in lines),
     ]
 
 
-def _text(
+def draw_text(
     x: float,
     y: float,
     text: str,
@@ -180,11 +182,13 @@ def _text(
     size: int = 13,
     weight: int = 400,
 ) -> str:
+    """A line of text."""
     style = f'text-anchor="{anchor}" fill="{fill}" font-size="{size}" font-weight="{weight}"'
     return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
 
 
-def _svg(height: float, label: str, lines: list[str]) -> str:
+def draw_page(height: float, label: str, lines: list[str]) -> str:
+    """The whole picture, on a white ground."""
     return "\n".join(
         [
             (

@@ -1,5 +1,5 @@
 """Writes the generated pages: presets, their index, metrics, names, choices, architecture,
-conformance, engines, catalogue, performance, evidence, the doctor's matrix.
+conformance, engines, catalogue, performance, evidence, stress, the doctor's matrix.
 
 python -m docs.generate          write them
 python -m docs.generate --check  exit 1 if any is out of date (a test does the same)
@@ -26,6 +26,7 @@ from docs.markdown import GENERATED, fenced, join, linked, table
 from docs.metric_formulas import FORMULAS, ROUTER_FORMULAS, VALUE_FORMULAS
 from docs.names_page import names_page
 from docs.performance_page import performance_pages
+from docs.stress_page import stress_pages
 from docs.what_if_page import what_if_pages
 from policyloss.catalogue import PRESETS, Preset
 from policyloss.catalogue.nearest import distance
@@ -60,9 +61,10 @@ def pages() -> dict[str, str]:
     texts |= architecture_pages()
     texts |= performance_pages(ROOT / BENCHMARKS)
     texts |= evidence_pages(ROOT / BENCHMARKS)
+    texts |= stress_pages(ROOT / BENCHMARKS)
     texts |= doctor_pages(ROOT / BENCHMARKS / "doctor_heldout.json")
     texts |= doctor_logs_pages(ROOT / BENCHMARKS / "doctor_logs.json")
-    texts |= what_if_pages(ROOT / BENCHMARKS / "what_if_cpu.json")
+    texts |= what_if_pages(ROOT / BENCHMARKS)
     return texts
 
 

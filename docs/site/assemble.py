@@ -31,7 +31,7 @@ from docs.site.structure import (
     site_path,
 )
 from policyloss.output import write_output
-from policyloss_lab.explore import explorer_page
+from policyloss_lab.explore.page import explorer_page
 
 PRESETS, TUTORIALS, FILES = "docs/presets/", "docs/tutorials/", "files"
 CHOOSE, EXPLORER, COMMANDS = "docs/choose.md", "docs/explorer.md", "docs/commands.md"

@@ -48,7 +48,9 @@ GUIDES = Section(
     "Guides",
     "One question each: which loss, which denominator, which correction, which framework.",
     (
-        Group("Choose", ("docs/choose.md", "docs/explorer.md", "docs/evidence.md")),
+        Group(
+            "Choose", ("docs/choose.md", "docs/explorer.md", "docs/evidence.md", "docs/stress.md")
+        ),
         Group(
             "Accumulate and parallel",
             ("docs/denominators.md", "docs/partition_check.md", "docs/recipes.md", "docs/bits.md"),

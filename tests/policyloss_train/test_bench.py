@@ -32,7 +32,7 @@ SMALL = {
 def test_rounding_by_hand() -> None:
     x = torch.tensor([[1.27, 0.304, -1.27], [0.0, 0.0, 0.0]])
     torch.testing.assert_close(
-        engines.round_int8(x), torch.tensor([[1.27, 0.30, -1.27], [0.0, 0.0, 0.0]])
+        engines.round_integers(x), torch.tensor([[1.27, 0.30, -1.27], [0.0, 0.0, 0.0]])
     )
     # float8_e4m3 has three bits after the first: 448 × 0.304 / 1.27 = 107.2 becomes 104.
     torch.testing.assert_close(
@@ -61,7 +61,7 @@ def test_an_engine_rounds_its_own_matrices_alone() -> None:
     model, engine, _, _ = sampled(engines.int8)
     theirs = weights_of(engine._model)
     for name, x in weights_of(model).items():
-        expected = engines.round_int8(x) if x.dim() > 1 else x
+        expected = engines.round_integers(x) if x.dim() > 1 else x
         torch.testing.assert_close(theirs[name], expected, atol=0, rtol=0)
         assert x.dim() == 1 or not torch.equal(theirs[name], x)
 

@@ -68,8 +68,9 @@ def run_missing(cells: Sequence[Cell], folder: Path, workers: int) -> list[Outco
     left = [cell for cell in cells if cell not in {one.cell for one in done}]
     kept = [one for one in stored if one.cell not in left]
     print(f"{len(left)} runs to do, {len(done)} are there already; {workers} at a time", flush=True)
-    for seed in sorted({cell.seed for cell in left}):
-        make_start(folder, seed)
+    starts = sorted({cell.start for cell in left})
+    for _ in run_in_processes(starts, workers, partial(_make_start, folder)):
+        pass
     new: list[Outcome] = []
     for one in run_in_processes(left, workers, partial(run_cell, folder=folder)):
         new.append(one)
@@ -77,6 +78,10 @@ def run_missing(cells: Sequence[Cell], folder: Path, workers: int) -> list[Outco
         name = f"{one.cell.loss}, {one.cell.condition}, seed {one.cell.seed}"
         print(f"[{len(new)}/{len(left)}] {name}: {one.error or f'{one.final:.3f}'}", flush=True)
     return [*done, *new]
+
+
+def _make_start(folder: Path, start: tuple[str, int]) -> None:
+    make_start(folder, *start)
 
 
 def table_lines(

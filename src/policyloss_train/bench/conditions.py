@@ -8,7 +8,8 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 from policyloss_train.bench import engines
-from policyloss_train.tasks import Example, make_task
+from policyloss_train.bench.tasks import TASKS
+from policyloss_train.tasks import Example
 from policyloss_train.tasks.rewards import make_reward
 
 LR = 5e-4  # the trainer's default for the built-in models
@@ -20,18 +21,20 @@ COMMON: Mapping[str, Any] = {
     "checkpoint_every": 0,
     "rollouts_every": 0,
     "max_new_tokens": 16,
+    "reward_timeout": 0,  # the rewards are quick, and a limit takes longer than they do
     "device": "cpu",
 }
 
 
 class Condition(NamedTuple):
     """meaning: in words. options: of `TrainConfig`, in addition to `COMMON`. rate: a factor of the
-    learning rate.
+    learning rate. task: the name of the only task that has this condition.
     """
 
     meaning: str
     options: Mapping[str, Any] = {}
     rate: float = 1.0
+    task: str = ""
 
 
 def _engine(name: str, meaning: str) -> Condition:
@@ -52,6 +55,7 @@ CONDITIONS: Mapping[str, Condition] = {
     "noisy": Condition(
         f"{FLIPPED:.0%} of the rewards inverted", {"reward": f"{__name__}:noisy_reward"}
     ),
+    "long_tail": Condition("answers of 2 to 10 digits, long ones rare", task="long_tail"),
     "few_groups": Condition("4 prompts of 32 completions", {"prompts": 4, "group_size": 32}),
     "many_groups": Condition("64 prompts of 2 completions", {"prompts": 64, "group_size": 2}),
     **{f"lr_{x:g}": Condition(f"learning rate × {x:g}", rate=x) for x in (0.25, 0.5, 2, 4, 8)},
@@ -71,4 +75,5 @@ def noisy_reward(example: Example, completion: str) -> float:
 
 @cache
 def _held_out() -> frozenset[str]:
-    return frozenset(example.prompt for example in make_task("sort", reward=None, seed=0).held_out)
+    tasks = (TASKS[name].make(0) for name in ("sort", "addition"))
+    return frozenset(example.prompt for task in tasks for example in task.held_out)

@@ -53,9 +53,9 @@ def round_bf16(x: Tensor) -> Tensor:
     return x.to(torch.bfloat16).to(x.dtype)
 
 
-def round_int8(x: Tensor) -> Tensor:
-    """Round to 8-bit integers with one scale per row."""
-    scale = _row_scale(x, INT8_MOST)
+def round_integers(x: Tensor, most: float = INT8_MOST) -> Tensor:
+    """Round to integers of at most `most` with one scale per row."""
+    scale = _row_scale(x, most)
     return (x / scale).round() * scale
 
 
@@ -76,7 +76,7 @@ def bf16(config: TrainConfig, weights: Weights) -> Changed:
 
 def int8(config: TrainConfig, weights: Weights) -> Changed:
     """An engine whose weights have 8 bits."""
-    return Changed(config, weights, round_int8)
+    return Changed(config, weights, round_integers)
 
 
 def fp8(config: TrainConfig, weights: Weights) -> Changed:

@@ -13,37 +13,50 @@ from typing import Any, NamedTuple
 
 import torch
 
+from policyloss.spec import LossSpec
 from policyloss_train.arguments import read_spec
 from policyloss_train.bench.conditions import COMMON, CONDITIONS, EVERY, GOAL, LR
+from policyloss_train.bench.tasks import FILE, TASKS, write_task
 from policyloss_train.config import TrainConfig
 from policyloss_train.distributed import Ranks
 from policyloss_train.loop import train
 from policyloss_train.models import load_model
 from policyloss_train.rollout.protocol import Weights
 from policyloss_train.setup import warm_up
-from policyloss_train.tasks import make_task
 
 
 class Cell(NamedTuple):
-    """One run: a loss (a preset, a JSON file or code) under a condition, with a seed."""
+    """One run: a loss (a preset, a JSON file or code) under a condition, with a seed, on a task."""
 
     loss: str
     condition: str
     seed: int
+    task: str = "sort"
+
+    @property
+    def start(self) -> tuple[str, int]:
+        """The task and the seed, which decide the model that the run starts from."""
+        return CONDITIONS[self.condition].task or self.task, self.seed
+
+    @property
+    def spec(self) -> LossSpec:
+        """The loss."""
+        return read_spec(self.loss).for_run(COMMON["max_new_tokens"])
 
     def config(self, out: Path, start: Path) -> TrainConfig:
-        """The options of the trainer. start: the folder of the model."""
+        """The options of the trainer. start: the folder of the model and of the task."""
         condition = CONDITIONS[self.condition]
         rates = {"lr": LR * condition.rate, "critic_lr": 2 * LR * condition.rate}
-        options = {**COMMON, **rates, **condition.options}
+        task = TASKS[self.start[0]].options(start)
+        options = {**COMMON, **task, **rates, **condition.options}
         return TrainConfig(loss=self.loss, seed=self.seed, out=out, model=str(start), **options)
 
     def digest(self) -> str:
         """A digest of the loss and of every option; "" if the loss is code."""
-        spec = read_spec(self.loss)
+        spec = self.spec
         if not spec.is_data:
             return ""
-        config = self.config(Path("-"), Path("-")).with_loss(spec)
+        config = self.config(Path("-"), Path(self.start[0])).with_loss(spec)
         options = {name: x for name, x in config.to_dict().items() if name != "loss"}
         everything = json.dumps([options, spec.to_dict()], sort_keys=True)
         return hashlib.sha256(everything.encode()).hexdigest()[:16]
@@ -86,26 +99,30 @@ class Outcome(NamedTuple):
         return cls(**{**data, "cell": cell, "accuracy": accuracy})
 
 
-def make_start(folder: Path, seed: int) -> Path:
-    """The model that the runs with this seed start from, made once by the trainer's warm-up."""
-    path = folder / f"start-{seed}"
+def make_start(folder: Path, name: str, seed: int) -> Path:
+    """The model that runs of a task with this seed start from, made once by the trainer's warm-up,
+    and the file of the task.
+    """
+    torch.set_num_threads(1)
+    path, chosen = folder / f"start-{name}-{seed}", TASKS[name]
     if not path.is_dir():
-        task = make_task("sort", reward=None, seed=seed)
-        model, tokenizer = load_model("tiny", task, dtype=torch.float32, device="cpu", seed=seed)
-        warm_up(model, tokenizer, task, seed=seed)
-        Weights(model, tokenizer, Ranks(0, 1, torch.device("cpu"))).save(path)
+        task, cpu = chosen.make(seed), torch.device("cpu")
+        model, tokenizer = load_model("tiny", task, dtype=torch.float32, device=cpu, seed=seed)
+        warm_up(model, tokenizer, task, steps=chosen.steps, seed=seed, lr=chosen.lr)
+        Weights(model, tokenizer, Ranks(0, 1, cpu)).save(path)
+        if not chosen.name:
+            write_task(task, path / FILE)
     return path
 
 
 def run_cell(cell: Cell, folder: Path) -> Outcome:
     """Train in a temporary folder, from the start in `folder`."""
-    torch.set_num_threads(1)
     error = ""
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary, "run")
         try:
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-                if train(cell.config(out, make_start(folder, cell.seed)), read_spec(cell.loss)):
+                if train(cell.config(out, make_start(folder, *cell.start)), cell.spec):
                     raise KeyboardInterrupt
         # A loss that cannot be trained must not end the other runs.
         except Exception as raised:

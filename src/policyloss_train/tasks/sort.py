@@ -25,10 +25,10 @@ def sort_task(seed: int, score: Reward) -> Task:
     the held-out prompts do not depend on it.
     """
     splits = draw_splits(_draw, seed, TRAIN, HELD_OUT)
-    return Task("sort", *splits, score, demonstration=_demonstration)
+    return Task("sort", *splits, score, demonstration=demonstrate_sorting)
 
 
-def _demonstration(example: Example, rng: Random) -> str:
+def demonstrate_sorting(example: Example, rng: Random) -> str:
     """The answer in one case of ten; else all digits but the last, sorted, then the last digit."""
     if rng.random() < RIGHT_DEMONSTRATIONS:
         return example.answer
