@@ -378,14 +378,14 @@ MUTANTS = (
     Mutant(
         "skyrl_divides_again",
         "policyloss/compat/skyrl/__init__.py",
-        "total = self.spec.replace(aggregate=TokenSum())",
+        "total = self.spec.replace(aggregate=aggregate.TokenSum())",
         "total = self.spec",
         "test_compat_engines.py::test_skyrl_by_hand",
     ),
     Mutant(
         "skyrl_takes_any_loss",
         "policyloss/compat/skyrl/__init__.py",
-        "if not summed.follows_advantage:",
+        "if not self.spec.follows_advantage:",
         "if False:",
         "test_compat_engines.py::test_skyrl_refuses_a_loss_that_its_advantages_cannot_divide",
     ),
@@ -406,8 +406,8 @@ MUTANTS = (
     Mutant(
         "slime_ignores_its_own_terms",
         "policyloss/compat/slime/__init__.py",
-        "if used := [name for name in OWN_TERMS if getattr(args, name, False)]:",
-        "if used := []:",
+        "check_settings(engine, partial(getattr, args), OWN_TERMS)",
+        "check_settings(engine, partial(getattr, args), {})",
         "test_compat_engines.py::test_slime_settings_that_contradict_a_spec_raise",
     ),
     Mutant(
@@ -454,14 +454,14 @@ MUTANTS = (
     ),
     Mutant(
         "async_keeps_the_term_of_trl",
-        "policyloss/compat/trl/async_trainer.py",
+        "policyloss/compat/trl/trainer.py",
         '"advantages": torch.zeros_like(advantages)',
         '"advantages": advantages',
         "test_compat_trl_async.py::test_by_hand",
     ),
     Mutant(
         "async_over_one_rank",
-        "policyloss/compat/trl/async_trainer.py",
+        "policyloss/compat/trl/trainer.py",
         "dp_size=self.accelerator.num_processes",
         "dp_size=1",
         "test_compat_trl_async.py::test_by_hand",
