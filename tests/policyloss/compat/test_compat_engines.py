@@ -595,6 +595,8 @@ def test_areal_names_missing_and_unread_log_probabilities():
     logp = BATCH.logp.flatten()
     with pytest.raises(InputError, match=r"reads prox_logp, .* actor\.prox_logp_method"):
         areal.ArealLoss("ppo").loss_fn(logp, logp, data | {"prox_logp": None})
+    with pytest.raises(InputError, match="reads entropy, which AReaL did not compute"):
+        areal.ArealLoss(pl.preset("ppo").replace(entropy_coef=0.1)).loss_fn(logp, None, data)
     with pytest.raises(SpecError, match="teacher has no effect"):
         areal.ArealLoss("ppo").loss_fn(logp, logp, data | {"teacher_logp": logp})
     with pytest.raises(SpecError, match="reads ref_logp, which AReaL does not pass"):

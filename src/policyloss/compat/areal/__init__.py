@@ -52,8 +52,8 @@ class ArealLoss:
         tensors: dict[str, Any] = {name: input_data.get(key) for name, key in KEYS.items()}
         if missing := [name for name in self.spec.reads if tensors.get(name, entropy) is None]:
             raise InputError(
-                f"this loss reads {KEYS[missing[0]]}, which AReaL did not compute; see "
-                "actor.recompute_logprob, actor.use_decoupled_loss and actor.prox_logp_method."
+                f"this loss reads {KEYS.get(missing[0], 'entropy')}, which AReaL did not compute; "
+                "see actor.recompute_logprob, actor.use_decoupled_loss and actor.prox_logp_method."
             )
         if input_data.get("teacher_logp") is not None:
             raise SpecError("AReaL's teacher has no effect on this loss; unset teacher.")
