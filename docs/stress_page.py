@@ -151,8 +151,7 @@ FINDINGS = [
 def facts(grid: Grid) -> dict[str, dict[str, Any]]:
     """Numbers for `FINDINGS`, by name and key. The key of a cell is `dapo stale_4` on the built-in
     task, `addition dapo stale_4` on another, `gpu exact means` on the GPU; the key of a condition
-    is its name, and the keys of a family, a correction and a task are `corrected fp8`, `TIS fp8`
-    and `addition fp8`.
+    is its name.
     """
     numbers: dict[str, dict[str, Any]] = {}
 
@@ -162,32 +161,16 @@ def facts(grid: Grid) -> dict[str, dict[str, Any]]:
 
     for (task, condition, loss), by_start in grid.items():
         key = f"{loss} {condition}" if task == BUILT_IN else f"{task} {loss} {condition}"
-        runs = by_start.values()
-        ends = [one.final for one in runs]
-        steps = [math.inf if one.steps_to_goal is None else one.steps_to_goal for one in runs]
-        add(key, final=fmean(ends), low=min(ends), high=max(ends), runs=len(runs))
-        add(key, collapsed=collapses(runs), norm=max(one.grad_norm for one in runs))
-        if task != GPU:  # whose evaluations are further apart
-            add(key, steps=median(steps))
+        ends = [one.final for one in by_start.values()]
+        norm = max(one.grad_norm for one in by_start.values())
+        add(key, final=fmean(ends), low=min(ends), high=max(ends), norm=norm)
     for condition in conditions(grid, LOSSES):
         runs = runs_of(grid, BUILT_IN, condition, LOSSES)
         means = mean_finals(grid, BUILT_IN, condition, LOSSES)
-        (best, *others), worse = compare_with_best(grid, condition)
-        last = min(means, key=lambda loss: means[loss])
-        add(condition, best=best, best_final=means[best], last=last, last_final=means[last])
-        add(condition, losses=len(means), reached=sum(x >= GOAL for x in means.values()))
-        add(condition, worse=len(worse), close=len(others) - len(worse))
+        (best, *_), worse = compare_with_best(grid, condition)
+        add(condition, best=best, best_final=means[best], last_final=min(means.values()))
+        add(condition, losses=len(means), worse=len(worse))
         add(condition, all_runs=len(runs), all_collapsed=collapses(runs))
-        for name, losses in families(grid).items():
-            team = runs_of(grid, BUILT_IN, condition, losses)
-            key = f"{name} {condition}"
-            add(key, family_runs=len(team), family_collapsed=collapses(team))
-        for name, (gain, low, high, clear) in gains(grid, condition).items():
-            verdict = "significant" if clear else "not significant"
-            add(f"{name} {condition}", gain=gain, gain_low=low, gain_high=high, verdict=verdict)
-        for task in HARDER:
-            if ranks := rank_correlation(grid, task, condition):
-                add(f"{task} {condition}", correlation=ranks[0])
     return numbers
 
 
@@ -345,14 +328,14 @@ def corrections_section(grid: Grid) -> str:
     by_condition = {name: gains(grid, name) for name in names}
     none = (list(finals(grid, BUILT_IN, x, [NONE]).get(NONE, {}).values()) for x in names)
     rows = [["none", *(_interval(fmean(x), *bootstrap_interval(x)) if x else "" for x in none)]]
-    clear = []
+    clear = 0
     for loss in CORRECTIONS:
         rows.append([loss])
         for name in names:
             *numbers, significant = by_condition[name].get(loss, (None,))
             text = _interval(*numbers, sign="+") if numbers else ""
             rows[-1].append(f"**{text}**" if significant else text)
-            clear += [f"{loss} under `{name}` ({numbers[0]:+.3f})"] if significant else []
+            clear += bool(significant)
     count = sum(map(len, by_condition.values()))
     return join(
         "## Staleness and corrections",
@@ -361,9 +344,8 @@ def corrections_section(grid: Grid) -> str:
         "Blank: not run, or not on the same kind of machine. Command: `python -m benchmarks.chart "
         "corrections`.",
         table(["correction", *(f"`{name}`" for name in names)], rows),
-        f"Of {count} differences, {len(clear)} are significant (bold; p < {LEVEL:g} after "
-        f"Bonferroni, see [How sure](#how-sure)){': ' if clear else ''}{', '.join(clear)}. The "
-        f"other {count - len(clear)} are not.",
+        f"Of {count} differences, {clear} are significant (bold; p < {LEVEL:g} after Bonferroni, "
+        "see [How sure](#how-sure)), and the others are not.",
     )
 
 
@@ -663,11 +645,12 @@ def main_figure(grid: Grid) -> str:
 
 
 def full_tables(grid: Grid) -> str:
-    """Every cell: accuracy, steps to the goal, collapses, largest gradient norm."""
+    """Every cell: accuracy, steps to the goal, collapses, interval, largest gradient norm."""
     parts = [
         "## All cells",
-        f"`0.98 @20, 1.3`: the mean final accuracy, the median step that reached {GOAL:g} (if all "
-        "runs did), and the largest gradient norm of all runs.",
+        f"`0.98 @20, 0.97 to 0.99, 1.3`: the mean final accuracy, the median step that reached "
+        f"{GOAL:g} (if all runs did), the {1 - LEVEL:.0%} bootstrap interval of the mean, and the "
+        "largest gradient norm of all runs.",
     ]
     sections = [(BUILT_IN, caption, names) for caption, names in GROUPS.items()]
     sections += [(task, f"task {task}", ON_HARDER) for task in HARDER]
@@ -689,4 +672,8 @@ def full_tables(grid: Grid) -> str:
 
 
 def _cell(runs: Sequence[Outcome]) -> str:
-    return f"{in_words(runs)}, {max(one.grad_norm for one in runs):.2g}" if runs else ""
+    if not runs:
+        return ""
+    low, high = bootstrap_interval([one.final for one in runs])
+    norm = max(one.grad_norm for one in runs)
+    return f"{in_words(runs)}, {low:.2f} to {high:.2f}, {norm:.2g}"

@@ -128,7 +128,7 @@ def gpu_run(name: str, seed: int, end: float, norms: list[float | None]) -> dict
 
 
 def test_page_of_a_small_chart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = ["{final[gspo stale_4]:.3f} of {runs[gspo stale_4]}", "{final[gspo lr_8]:.3f}"]
+    texts = ["{final[gspo stale_4]:.3f} to {high[gspo stale_4]}", "{final[gspo lr_8]:.3f}"]
     monkeypatch.setattr(stress_page, "FINDINGS", [("{best[on_policy]}:", text) for text in texts])
     assert stress_page.stress_pages(tmp_path) == {}
     found = pages(tmp_path, a_chart(), None)
@@ -137,7 +137,7 @@ def test_page_of_a_small_chart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "3 losses, 1 variants of them, 2 conditions and 3 seeds" in page
     assert "1 failed with an error, and 1 more collapsed." in page
     # (0.4 + 0.96 + 0.97)/3; the finding about lr_8 has no run.
-    assert "- **gspo:** 0.777 of 3\n\n" in page
+    assert "- **gspo:** 0.777 to 0.97\n\n" in page
     # 0.8 − 0.9, 0.82 − 0.91, 0.84 − 0.92: deviations of ±0.005, t = 0.09/0.0058 = 15.6, p = 0.004.
     assert "| TIS | **-0.090 (-0.100 to -0.080)** |" in page
     assert "Of 1 differences, 1 are significant" in page
@@ -145,7 +145,9 @@ def test_page_of_a_small_chart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "| `addition` | `stale_4` | 0.100 | 0.500 | `dapo` 0.500 | `dapo` 0.500 | 0 of 3 |  |"
         in page
     )
-    assert "| `cispo` | 0.62 (1 of 3 collapsed), 2 |  |" in page  # (0 + 0.93 + 0.94)/3
+    assert (
+        "| `cispo` | 0.62 (1 of 3 collapsed), 0.00 to 0.94, 2 |  |" in page
+    )  # (0 + 0.93 + 0.94)/3
     assert "On a GPU" not in page
     drawn = ET.fromstring(found[f"{stress_page.FIGURES}phase.svg"])
     words = [text.text for text in drawn.iter(f"{SVG}text")]
