@@ -63,12 +63,12 @@ def accumulate(
     the tensors that `spec` reads, under the names of `policy_loss` (`old_logp`, `advantages`,
     `rollout_logp`, `ref_logp`, `cu_seqlens`, `group_ids`, `weights`, …), padded `[B, T]` or packed
     `[N]`; the loss ignores other entries, such as "ids". Every rank of `group` yields the same
-    number of micro-batches, because the forward of a sharded model is a collective: a rank with
-    fewer micro-batches repeats its last one with an all-False mask, which adds nothing.
+    number of micro-batches, because the forward of a sharded model is a collective: for a rank that
+    has fewer, the iteration repeats its last one with an all-False mask, which adds nothing.
     With a `Mixture`, the masks of its streams are in `extras`, and each stream is counted.
     group, cp_group, dp_size: as in `Totals.count`. Counting takes one collective over `cp_group`,
-    one over `group`, and a second one over `group` if there are `group_ids`; one more over each if
-    the loss divides by weights (`WeightMean`).
+    one over `group`, and a second one over `group` if there are `group_ids`; one more over each
+    group if the loss divides by weights (`WeightMean`).
     logp: a function that takes a micro-batch and returns its current log-probabilities, in the
     shape of its mask. It is required if `spec.needs_statistics`: `accumulate` then calls it once
     for every micro-batch, without gradient, and `measure` computes the totals from the results.
@@ -119,10 +119,10 @@ class Accumulation:
 
     totals: the counts that the loss divides by, which `micro.loss` passes to `policy_loss`. counts:
     the numbers of valid tokens and sequences in the masks, for `value_loss(…, totals=step.counts)`;
-    the same object as `totals`, unless the loss needs more than the masks give (see `measure`).
-    group, cp_group: the data-parallel and context-parallel process groups. level: the argument
-    `metrics` of `policy_loss`. The attribute `metrics` holds this rank's metrics, merged over the
-    losses computed so far.
+    the same object as `totals`, unless the loss needs numbers that the masks do not give (see
+    `measure`). group, cp_group: the data-parallel and context-parallel process groups. level:
+    passed to `policy_loss` as `metrics`. The attribute `metrics` holds this rank's metrics, merged
+    over the losses computed so far.
     """
 
     spec: LossSpec | Mixture

@@ -66,15 +66,16 @@ def policy_loss(
     - `logp`, `old_logp`, `rollout_logp`, `ref_logp`, `teacher_logp`, `entropy`, `divergence` and
       `mask` are token-shaped. `logp`, `entropy` and `divergence` (of a teacher's distribution and
       the current policy's, for a `Divergence`) carry the gradient. `old_logp` comes from the
-      trainer's policy before its first update on this batch; "current" means that the policy has
-      not been updated since then, so `logp`, detached, is used; "loglinear" computes it from
-      `logp`, `rollout_logp` and `ages` (`functional.ratio.loglinear_logp`), without a forward.
+      trainer's policy before its first update on this batch; `old_logp="current"` means that the
+      policy has not been updated since then, so `logp`, detached, is used; "loglinear" computes it
+      from `logp`, `rollout_logp` and `ages` (`functional.ratio.loglinear_logp`), without a forward.
       `rollout_logp` comes from the inference engine, `ref_logp` from the reference model,
       `teacher_logp` from a teacher. `spec.reads` lists the tensors that a loss reads; any other
       may be None; if given, only metrics read it.
     - `advantages` are token-shaped (packed also `[1, N]`), or one per sequence, `[S]` or `[S, 1]`.
       If a pack has as many tokens as sequences, `[N]` and `[S]` are the same shape: pass `[1, N]`
-      or `[S, 1]`. With `cp_group`, a pack's `[N]` is per token; pass `[S, 1]` per sequence.
+      or `[S, 1]`. With `cp_group`, `[N]` always means per token; pass `[S, 1]` for one per
+      sequence.
     - `mask` is bool or 0/1; True means that the token is trained on.
     - `group_ids` are `[S]` integers: sequences of one prompt have the same id.
     - `weights` are numbers ≥ 0, in any shape that `advantages` may have. A weight multiplies the
@@ -86,12 +87,13 @@ def policy_loss(
       that the environment wrote, where `mask` must be False. `SegmentRatio` and `TurnMean` read
       them; without them, a turn is an unbroken run of the mask.
     - `ages` are token-shaped integers, as in `Mismatch`: the version of the current weights minus
-      that of the weights that sampled the token; a version counts updates, or steps. `Stale` and
-      `old_logp="loglinear"` read them.
+      that of the weights that sampled the token; count versions in updates, or in steps. `Stale`
+      and `old_logp="loglinear"` read them.
     - `totals` are the counts of the whole optimizer step (`Totals.count`). None or "local": this
       call is the whole batch (None is an error if there are other ranks). With `cp_group`, the
-      calls of all its ranks together are, and the engine must sum their losses and gradients (for
-      an engine that averages over these ranks, pass `Totals.count(mask, cp_group=…)`).
+      calls of all its ranks together are the whole batch, and the engine must sum their losses and
+      gradients (for an engine that averages over these ranks, pass `Totals.count(mask,
+      cp_group=…)`).
     - `cp_group` is the process group over which each sequence's tokens are spread (context
       parallel). `positions` are token-shaped integers, each token's index in its whole sequence.
       Only parts that depend on the order of tokens (such as turns without `turn_ids`) read

@@ -34,14 +34,14 @@ LOG_CLAMP = 20.0
 
 @dataclass(frozen=True)
 class Mismatch:
-    """How far the trainer's log-probabilities are from the rollout engine's, on some tokens.
+    """How far the trainer's log-probabilities are from the rollout engine's, on a set of tokens.
 
     Make one with `Mismatch.of`; `a + b` merges micro-batches, and `all_reduce(group)` merges ranks.
     The tensors are sums, with d = old_logp − rollout_logp and ρ = e^d.
-    by_bin: `[2, ROWS, BINS + 1 + K]`: by position (0) and by age (1, the updates since a token was
-    sampled), in ROWS bins each: the histogram of d with BINS bins, Σ ρ², and the number of tokens
-    with ρ outside each of the K bands. by_sequence: `[2]`, the number of sequences and Σ e^(2·Σd)
-    over them. bands: the K pairs (low, high).
+    by_bin: `[2, ROWS, BINS + 1 + K]`. Axis 0: tokens binned by position (0) or by age (1, the
+    updates since a token was sampled). Axis 1: these ROWS bins. Axis 2: the histogram of d (BINS
+    numbers), Σ ρ², and for each of the K bands the number of tokens with ρ outside it. by_sequence:
+    `[2]`, the number of sequences and Σ e^(2·Σd) over them. bands: the K pairs (low, high).
     """
 
     by_bin: Tensor

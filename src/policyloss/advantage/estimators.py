@@ -245,11 +245,11 @@ def gdpo(
 
     Each reward is normalised as `(r_k − μ_k)/(σ_k + eps)`.
     rewards: `[S, K]`; the result is `[S]`. weights: K numbers, 1 by default. lengths: `[S]`, the
-    number of tokens; with it the whitening counts each sequence once per token, as verl does,
-    without it once. group: ranks that share the statistics of prompts and the whitening, as in
-    `group_advantages`.
+    number of tokens; with it, the whitening counts each sequence once per token, as verl does;
+    without it, once per sequence. group: ranks that share the statistics of prompts and the
+    whitening, as in `group_advantages`.
     Source: Liu et al., arXiv 2601.05242. A reward that is constant in a group adds 0 there; a group
-    of one adds 0, or r with "raw".
+    of one adds 0, or r with single="raw".
     """
     check_tensor("rewards", rewards)
     if rewards.dim() != 2:

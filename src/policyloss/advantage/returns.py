@@ -62,8 +62,8 @@ def gae(
     With γ = λ = 1, A is the reward-to-go minus V; with λ = 0, A is δ.
     cp_group: the process group over which each sequence's tokens are spread (context parallel).
     Then pass positions, token-shaped integers: the index of each token in its whole sequence
-    (masked tokens may count or not, as only the order matters); and every rank must pass the same
-    `[S]` tensors.
+    (with or without counting masked tokens: only the order matters); and every rank must pass the
+    same `[S]` tensors.
     Source: Schulman et al., arXiv 1506.02438; masked tokens between valid ones are skipped, as in
     verl's gae.
     """

@@ -132,8 +132,9 @@ def turn_gae(
     """GAE with one timestep per turn: `gae` over turns, with the value at a turn's first token.
 
     All tokens of a turn have its advantage, and its return is the target of the critic at each of
-    them. A penalty per token, such as a KL, is no reward of a turn: add it to the advantages, where
-    it stays with its token. Shapes: see the module. lam, last_values: as in `gae`.
+    them. Do not put a per-token penalty, such as a KL, into `rewards`: add it to the advantages,
+    where it stays with its token. Shapes: see `policyloss.advantage`. lam, last_values: as in
+    `gae`.
     Source: AReaL, gae_timestep_unit="turn".
     """
     turns = _Turns.of(turn_ids, rewards, cu_seqlens, cp_group, positions, values=values)
@@ -156,7 +157,7 @@ def turn_returns(
 ) -> Tensor:
     """`G_k = r_k + γ·G_{k+1}` over the turns of each sequence: one discount per turn.
 
-    Shapes: see the module.
+    Shapes: see `policyloss.advantage`.
     """
     turns = _Turns.of(turn_ids, rewards, cu_seqlens, cp_group, positions)
     return turns.per_token(turns.returns(gamma))
@@ -284,8 +285,8 @@ def _relative(x: Tensor, ids: Tensor, scale: Scale, eps: float) -> Tensor:
 def adaptive_lam(lengths: Tensor, alpha: float = 0.05) -> Tensor:
     """`λ = 1 − 1/(α·L)` of each sequence, at least 0, for `gae(…, lam=…)`.
 
-    lengths: `[S]`, the valid tokens of each sequence, or its turns for `turn_gae`. GAE's
-    weights `λ^l` of the δ then sum to about αL, so long sequences are bootstrapped less.
+    lengths: `[S]`, the number of valid tokens in each sequence, or of turns for `turn_gae`. GAE's
+    weights `λ^l` of the δ then sum to about αL, so a long sequence is bootstrapped less.
     Source: VAPO, arXiv 2504.05118, with α = 0.05.
     """
     check_tensor("lengths", lengths)

@@ -59,7 +59,7 @@ def preset(name: PresetName | str, **numbers: Any) -> LossSpec:
 
         pl.preset("dapo", eps_high=0.3, entropy_coef=0.01)
 
-    A name that several parts of the loss share is an error: use `spec.replace(slot=…)`.
+    A setting that several parts of the loss have is an error: use `spec.replace(slot=…)`.
     """
     return find_preset(name).spec.with_fields(**numbers)
 

@@ -67,13 +67,12 @@ def linear_logprobs(
     over which the vocabulary is split; weight and bias are then this rank's entries, ids index the
     whole vocabulary, hidden is the same on every rank, and every rank gets the complete gradient of
     hidden. support: `(ids, offsets)`, the vocabulary entries that the sampler kept for each token:
-    `ids[offsets[i]:offsets[i+1]]` for token i (counted over all tokens, row by row); softmax,
+    `ids[offsets[i]:offsets[i+1]]` for token i (a flat index over all tokens, row by row); softmax,
     entropy and gradient are then over the kept entries alone.
-    index: for each id, the number of the hidden state that predicts it (counted over all states,
-    row by row), in any shape. Use it if several loss terms share a hidden state (a tree of
-    trajectories with common prefixes). ids, mask, temperature and the results then have the shape
-    of index, and the logits of terms with the same hidden state, id and temperature are computed
-    once.
+    index: for each id, the flat index of the hidden state that predicts it (over all states, row by
+    row), in any shape. Use it if several loss terms share a hidden state (a tree of trajectories
+    with common prefixes). ids, mask, temperature and the results then have the shape of index, and
+    the logits of terms with the same hidden state, id and temperature are computed once.
     Returns `LogProbs(logp, entropy)`, `[...]` each, float32 (float64 for float64); entropy is None
     without `entropy=True`.
     """

@@ -57,8 +57,8 @@ def policy_loss(
     metrics: MetricsLevel = "all",
     **tensors: Unpack[SharedTensors],
 ) -> HeadOutput:
-    """The loss that `spec` describes, of a causal language model: the model runs with
-    `linear_policy_loss` instead of its output head, so that no logits are held.
+    """The loss `spec` of a causal language model. `linear_policy_loss` replaces the model's output
+    head, so that no logits are held.
 
     **Alignment.** `mask`, `old_logp` and every other token-shaped tensor belong to the *predicted*
     tokens `input_ids[:, 1:]`: these tensors are `[B, T-1]` for input_ids `[B, T]`, and entry t
@@ -77,11 +77,11 @@ def policy_loss(
     (pixel_values). head: "fused" replaces the model's head, and raises an error if it cannot;
     "logits" computes the loss from the model's own logits; "auto" is "fused" if the head can be
     replaced, else "logits".
-    index, ids: `[M]`, or both of any other shape: the input token, counted over all of input_ids,
-    whose hidden state predicts each loss term, and the term's token. Nothing is shifted then, and
-    every tensor of a loss has the shape of index; cu_seqlens are the bounds of the terms. This
-    trains a tree of trajectories with common prefixes in one row: position_ids and model_inputs
-    carry its depths and its attention.
+    index, ids: `[M]`, or any other shape, the same for both. ids: the token of each loss term.
+    index: the position, in the flattened input_ids, whose hidden state predicts that token. Nothing
+    is shifted then, every token-shaped tensor has the shape of index, and cu_seqlens split the
+    terms into sequences. This trains a tree of trajectories with common prefixes in one row:
+    position_ids and model_inputs carry its depths and its attention.
     Other arguments as in `linear_policy_loss`. The loss does not include the router loss of an MoE
     model.
     """

@@ -216,9 +216,9 @@ def _tokens_of_group(groups: GroupTokens, group_ids: Tensor, dtype: torch.dtype)
 @dataclass(frozen=True)
 class TurnMean(_Factored):
     """The mean over sequences of the mean over their turns of the mean over each turn's tokens:
-    `1 / (B·K_i·L_k)`, for turn k of the K_i turns of sequence i.
+    token weight `1 / (B·K_i·L_k)` in turn k (L_k tokens) of the K_i turns of sequence i.
 
-    Turns as in `SegmentRatio`: runs of the mask, or `turn_ids`. Pass the agent of each token as
+    Turns as in `SegmentRatio`: runs of the mask, or `turn_ids`. Pass each token's agent number as
     `turn_ids` to weight the agents of a sequence equally.
     """
 
@@ -261,7 +261,7 @@ class WeightMean(_Average):
 
 @dataclass(frozen=True)
 class LengthWeighted(_Average):
-    """LUSPO: the mean over sequences of the token mean times the length: weight `L_i / (B·L_i)`.
+    """LUSPO: the mean over B sequences of (token mean · length L_i): token weight `L_i / (B·L_i)`.
 
     This is the weight `1 / B` of `SeqMeanTokenSum`: both parts give the same loss.
     """

@@ -112,8 +112,8 @@ class Band(Part):
     and reject the token unless `low <= w <= high` (see `LossSpec.rejected`).
 
     level: "token": w of the token itself; "geomean" or "product": one w per sequence, the geometric
-    mean or the product of its tokens' weights; "turn": one w per turn, their geometric mean.
-    log_clamp: log w is clamped to ±log_clamp; None: no clamp.
+    mean or the product of its tokens' weights; "turn": one w per turn, the geometric mean of its
+    tokens. log_clamp: log w is clamped to ±log_clamp; None: no clamp.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -186,9 +186,9 @@ class DivergenceMask(Part):
     decides for each token; "sequence" decides for a whole sequence, by the mean over its valid
     tokens. direction: "forward" is KL(p‖q); "both" is the larger of KL(p‖q) and KL(q‖p) (KPop);
     "tv" is the same in both directions. low: None (no bound) by default, because a divergence is
-    never negative, and 0.0 would reject a token whose divergence rounds to less. weight: the factor
-    of the policy term of the kept tokens. "token": `exp(old_logp − rollout_logp)` (OpenRLHF), its
-    logarithm clamped to ±log_clamp; None: 1.
+    never negative, and low=0.0 would reject a token whose divergence rounds to below 0. weight: the
+    factor of the policy term of the kept tokens. "token": `exp(old_logp − rollout_logp)`
+    (OpenRLHF), its logarithm clamped to ±log_clamp; None: 1.
     """
 
     reads_logp: ClassVar[bool] = False
@@ -237,8 +237,8 @@ class Reject(Part):
     """Reject by an estimate of KL(rollout‖old), with d = old_logp − rollout_logp.
 
     estimator: k1 = −d, k2 = ½d², k3 = eᵈ−1−d.
-    reduce: "token" tests the estimate of each token; "sum", "mean" and "max" test that number over
-    the sequence, and keep or reject the whole sequence. A token is kept if
+    reduce: "token" tests the estimate of each token; "sum", "mean" and "max" test the sum, mean or
+    maximum of the sequence's estimates, and keep or reject the whole sequence. A token is kept if
     `low <= estimate <= high` (None: no bound); the bounds are in nats.
     """
 
@@ -309,10 +309,10 @@ class Veto(Part):
 
 @dataclass(frozen=True)
 class MomentBudget(Part):
-    """M2PO: reject tokens with the largest `d²` until the mean of the others is below `budget`.
+    """M2PO: reject tokens with the largest `d²` until the mean `d²` of the rest is below `budget`.
 
-    d = old_logp − rollout_logp. The mean is over the tokens of the whole step, on all ranks. Tokens
-    with equal d² are all kept or all rejected. Source: arXiv 2510.01161.
+    d = old_logp − rollout_logp. The mean covers the kept tokens of the whole step, on all ranks.
+    Tokens with equal d² are all kept or all rejected. Source: arXiv 2510.01161.
     """
 
     reads_logp: ClassVar[bool] = False

@@ -129,8 +129,8 @@ class SegmentRatio(Part):
 
     A turn is a contiguous run of valid tokens; or, if the call has `turn_ids`, the valid tokens of
     a sequence that share an id.
-    Where a context-parallel group holds the sequences, a turn may cross ranks; without ids it is a
-    run of consecutive `positions`.
+    With a context-parallel group, a turn may span ranks; without `turn_ids`, a turn is then a run
+    of consecutive `positions`.
     """
 
     reach: ClassVar[str] = "sequence"

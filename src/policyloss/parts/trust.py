@@ -301,9 +301,9 @@ class CovClip(TrustPart):
     step. fraction: the share of dropped tokens among all tokens, at least one token; if fewer
     tokens qualify, all of these are dropped. A dropped token has policy term 0 and still counts in
     the denominator. eps_low, eps_high: as in `Clip`. Source: arXiv 2505.22617.
-    The choice depends on `seed`, on the token's advantage and on its log-probability in the ratio's
-    denominator, not on its position in the batch, so the same tokens are dropped however the batch
-    is split. (Tokens that agree in both numbers are all dropped, or none of them is.)
+    The choice depends on `seed`, on the token's advantage and on its log-probability under the
+    anchor of the ratio, not on its position in the batch, so the same tokens are dropped however
+    the batch is split. (Tokens that agree in both numbers are all dropped, or none of them is.)
     A token whose advantage or logp differs from the mean only by rounding has covariance 0.
     """
 
@@ -448,8 +448,8 @@ def _covariance(t: Tokens, stats: dict[str, Tensor]) -> Tensor:
 class BySign:
     """Tokens with A > 0 use the trust region `positive`, and all others use `negative`.
 
-    At most one of the two may be `CovClip` or `CovKL`. That part chooses among all tokens of the
-    step, of either sign; the choice then takes effect only on the tokens of its own sign.
+    At most one of the two may be `CovClip` or `CovKL`. That part chooses its tokens from all tokens
+    of the step, of either sign; the choice then affects only tokens of that part's sign.
     """
 
     positive: Any

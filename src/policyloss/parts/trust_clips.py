@@ -31,11 +31,11 @@ _SYMMETRIC = cast("float", None)
 
 
 class Surrogate(NamedTuple):
-    """A per-token loss, and flags for the tokens where the limit binds.
+    """A per-token loss, and flags for the tokens where its trust region binds.
 
-    upper, lower: this bound of the ratio binds. dual: the dual clip binds. dropped: a random choice
-    removed the token's gradient. Flags are bool and token-shaped. The library's parts set at most
-    one flag per token, and none where the mask is False.
+    upper, lower: the upper or lower bound of the ratio binds. dual: the dual clip binds. dropped: a
+    random choice removed the token's gradient. Flags are bool and token-shaped. The library's parts
+    set at most one flag per token, and none where the mask is False.
     """
 
     loss: Tensor

@@ -106,11 +106,12 @@ def compare_distributions(
 ) -> DistributionGap:
     """Compare the rollout engine's token distributions with the trainer's over a prompt set.
 
-    The result holds means and maxima over all positions. rollout, old: log-probabilities of the
-    whole vocabulary, `[..., V]`, or a `pl.TopK` of that side's k likeliest tokens at each position,
-    normalised over the vocabulary. rollout_hidden, old_hidden: hidden states `[..., D]`, keyed by
-    the name of the layer or operator, in the order of computation. thresholds: the largest healthy
-    KL and difference of hidden states, a `DistributionThresholds`.
+    The result holds mean and maximum KLs, differences of hidden states, and more
+    (`DistributionGap`). rollout, old: log-probabilities of the whole vocabulary, `[..., V]`, or a
+    `pl.TopK` of that side's k likeliest tokens at each position, normalised over the vocabulary.
+    rollout_hidden, old_hidden: hidden states `[..., D]`, keyed by the name of the layer or
+    operator, in the order of computation. thresholds: a `DistributionThresholds`, the largest KL
+    and the largest difference of hidden states that count as healthy.
     """
     bounds = thresholds or DistributionThresholds()
     rollout, old = (_checked(name, x) for name, x in zip(SIDES, (rollout, old), strict=True))

@@ -43,7 +43,7 @@ def doctor(
     Tensors are padded `[B, T]`, or packed `[N]` with `cu_seqlens`; each number belongs to the token
     of `ids` at the same position. More arguments distinguish more causes:
 
-    - Pairs (`rollout_logp`, and `old_logp` or else `logp`, with `mask`): shuffled rows, copied
+    - `rollout_logp` with `old_logp` (or else `logp`), and `mask`: shuffled rows, copied
       tensors, wrong masks, rounding, a temperature, top-k and top-p. `earlier_logp` (from older
       weights) detects stale weights.
     - `ids` with `rollout_ids`: whether the text was tokenized again.
@@ -53,9 +53,10 @@ def doctor(
       `prompts`, the tokens of `ids` before the first valid one are the prompt; `positions` (0 at
       the first real token) mark the end of padding on the left.
 
-    thresholds: the numbers of the verdict, a `policyloss_lab.diagnosis.diagnose.Thresholds`. The
-    model runs in float32 under `no_grad`. If `model` is in float32, simulations change its weights
-    during a forward and restore them; otherwise the doctor works on a float32 copy.
+    thresholds: the limits that decide the verdict, a
+    `policyloss_lab.diagnosis.diagnose.Thresholds`. The model runs in float32 under `no_grad`. If
+    `model` is in float32, simulations change its weights during a forward and restore them;
+    otherwise the doctor works on a float32 copy.
     """
     name, trainer = ("logp", logp) if old_logp is None else ("old_logp", old_logp)
     if trainer is None:
