@@ -50,7 +50,7 @@ class AdaptiveEntropy(Part):
     `delta`, within `least` … `most`. The bonus counts only while the entropy is at most the target:
     use `applied`, which is 0 otherwise and before the first step, as `entropy_coef` of a spec.
     entropy: that of the last step; None before the first.
-    Source: Skywork-OR1, arXiv 2505.22312; numbers as in TRL's use_adaptive_entropy.
+    Source: Skywork-OR1, arXiv 2505.22312; defaults as in TRL's use_adaptive_entropy.
     """
 
     coef: LowerBound = 0.0

@@ -85,15 +85,15 @@ class StreamCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Mixture(Part):
-    """A loss of several streams, `Σ weight · loss`, each a `Stream` by its name.
+    """A loss of several named streams, `Σ weight · loss`; each one is a `Stream`.
 
         ce = pl.Stream("reinforce", weight=0.1, mask="demonstration", advantage=1.0)
         pl.Mixture({"rl": "dapo", "ce": ce})
 
     A spec or the name of a preset stands for `Stream(spec)`. `policy_loss`, `measure`,
     `accumulate`, `linear_policy_loss` and `hf.policy_loss` take a mixture as they take a spec. The
-    totals of a step hold the counts of every stream; `accumulate` and `measure` make them. The
-    metrics of a stream are called "name/metric"; `loss` is the sum.
+    totals of a step hold the counts of every stream; `accumulate` and `measure` compute these
+    totals. The metrics of a stream are called "name/metric"; `loss` is their weighted sum.
     """
 
     streams: Mapping[str, Any]

@@ -337,7 +337,7 @@ class Tokens(Layout):
     """The tensors of one call as a part reads them: upcast, detached and masked.
 
     Every log-probability read through a property is float32 (or float64), 0 where `mask` is False,
-    and detached unless it is `logp`. `ratio` and `log_ratio` (within its clamp) come from the ratio
+    and detached unless it is `logp`. `ratio` and `log_ratio` (after the clamp) come from the ratio
     slot, and are relative to the policy that `anchor` names. raw: the caller's tensors, by the name
     of the argument. measured: batch-wide numbers from `measure`, or None. flags: whether a trust
     part should flag the tokens that it limits; only metrics read the flags.

@@ -71,9 +71,9 @@ def never_fails(
 class Attachment:
     """The recorder and the doctor of a running trainer; `attach` makes it.
 
-    path: the run directory; it holds the page, report.html. findings: the named causes and symptoms
-    so far. halt: (cause, sentence) if one of `halt_on` was found. active: whether it records. A
-    context manager, which detaches at the end.
+    path: the run directory, which holds the report page, report.html. findings: the causes and
+    symptoms found so far, by name. halt: (cause, sentence) if one of `halt_on` was found. active:
+    whether it records. A context manager, which detaches at the end.
     """
 
     def __init__(

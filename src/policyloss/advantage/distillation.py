@@ -38,9 +38,10 @@ def opd(
     The mean of `old_logp − teacher_logp` over the student's tokens is the KL from student to
     teacher, so a policy gradient with this advantage lowers the reverse KL.
     teacher_logp, old_logp: token-shaped log-probabilities of the sampled tokens; old_logp belongs
-    to the policy that sampled them (pass the rollout engine's if there is no other). base: the
-    advantages of a reward, token-shaped or one per sequence, `[S]` (`[S, 1]` in a pack of a
-    `cp_group`). mask: token-shaped; with a mask, masked tokens get 0. The result is token-shaped.
+    to the policy that sampled them (pass the rollout engine's if there is no other). base:
+    advantages computed from rewards, token-shaped or one per sequence, `[S]` (`[S, 1]` if packed
+    tokens are spread over a `cp_group`). mask: token-shaped; with a mask, masked tokens get 0. The
+    result is token-shaped.
     Source: arXiv 2601.02780, equation 8; NeMo-RL's, slime's and Tinker's on-policy distillation.
     """
     check_number("coef", coef, finite=True)
@@ -113,10 +114,11 @@ def prefix_weights(
 ) -> Tensor:
     """`w_t = 1 + γ·(1 − Σ_{k<t}|A_k| / Σ_k|A_k|)` over the valid tokens of each sequence.
 
-    A token counts less if teacher and student already differed on the tokens before it: w falls
-    from 1 + γ at the first valid token to 1 + γ·|A_T|/Σ|A| at the last. Masked tokens are skipped
-    and get 0. If every A of a sequence is 0, w is 1 + γ.
-    advantages, mask: token-shaped; so is the result. cp_group, positions: as in `gae`.
+    advantages: those of `opd`, whose size is the difference of teacher and student. w, a factor of
+    them, is smaller if the two already differed on the tokens before: it falls from 1 + γ at the
+    first valid token to 1 + γ·|A_T|/Σ|A| at the last. Masked tokens are skipped and get 0. If every
+    A of a sequence is 0, w is 1 + γ.
+    advantages, mask and the result are token-shaped. cp_group, positions: as in `gae`.
     """
     check_number("gamma", gamma, least=0, finite=True)
     check_tensor("advantages", advantages, "float")

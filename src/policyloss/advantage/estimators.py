@@ -95,11 +95,10 @@ def grpo_loo(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6, group: An
     """Leave-one-out GRPO: `(r_i − mean of the others) / (std of the others + eps)`.
 
     The others are the group's other rewards; their standard deviation divides by their number − 1.
-    Source: NeMo-RL's GRPO with its default leave-one-out baseline. If the others are all equal
-    (those of the one winner among losers; a group of two), their std is 0, and
-    `r_i − mean of the others` is not divided. (E[x²] − E[x]² in float32 would leave a rounding
-    residue there, and dividing by it would inflate the advantage by thousands.) Constant group,
-    group of one: 0.
+    Source: NeMo-RL's GRPO with its default leave-one-out baseline. If the others are all equal (for
+    the only winner of a group, or in a group of two), their std is 0, and `r_i − mean of the
+    others` is not divided. (E[x²] − E[x]² in float32 would leave a rounding residue there, and
+    dividing by it would inflate the advantage by thousands.) Constant group, group of one: 0.
     group: the process group that a prompt's samples may span, as in `group_advantages`.
     """
     return group_advantages(rewards, group_ids, center="loo", scale="loo_std", eps=eps, group=group)
@@ -206,11 +205,11 @@ def gpg(
     single: Single = "zero",
     group: Any = None,
 ) -> Tensor:
-    """GPG: `α·(r − μ) / f_norm`, with α = S / (number of valid sequences), at least one.
+    """GPG: `α·(r − μ) / f_norm`, with α = S / max(1, number of valid sequences).
 
     valid: "informative" counts the sequences of groups that are not constant (the paper's
     sequences with a gradient), "nonzero" counts the sequences with a reward other than 0 (verl).
-    group: ranks that share the means of prompts and both numbers of α, as in `group_advantages`.
+    group: ranks that share each prompt's mean and the two counts in α, as in `group_advantages`.
     Source: Chu et al., arXiv 2504.02546. Constant group: 0. Group of one: 0, or α·r/f_norm with
     `single="raw"` (verl).
     """
@@ -334,7 +333,8 @@ def flash_reinforce(rewards: Tensor, *, group: Any = None) -> Tensor:
 def prpo(rewards: Tensor, *, eps: float = 1e-6, ddof: int = 0, group: Any = None) -> Tensor:
     """PRPO: `(r − mean) / (std + eps)` with the mean and deviation of the whole batch.
 
-    Batch of equal rewards: 0. group: ranks that share both, as in `group_advantages`.
+    Batch of equal rewards: 0. group: ranks that share the mean and deviation, as in
+    `group_advantages`.
     Source: rLLM's prpo, with its eps and ddof.
     """
     return group_advantages(rewards, _one_group(rewards), eps=eps, ddof=ddof, group=group)

@@ -155,18 +155,18 @@ def group_advantages(
     center, the baseline: "mean" is the group's mean (weighted by `weights` `[S]` if given), "loo"
     the mean of the *other* members, None is 0. scale, the spread: "std" is the standard deviation
     of the group, "loo_std" of the other members, "batch_std" of all rewards, each with `ddof`;
-    "mad" is the group's mean absolute deviation, mean |r − μ| (DGPO, arXiv 2601.20614: with it the
-    |A| of every prompt sum to its number of samples); "mean" is the group's mean; None does not
+    "mad" is the group's mean absolute deviation, mean |r − μ| (DGPO, arXiv 2601.20614: with it, the
+    sum of |A| over a prompt is its number of samples); "mean" is the group's mean; None does not
     divide.
-    In a constant group (all rewards exactly equal) the result is exactly 0, and a spread of exactly
-    0 does not divide, so rounding residue is never amplified. In a group of one the result is 0
-    (`single="zero"`), or with `single="raw"`, as in verl, the baseline is 0 and the spread 1. A NaN
-    reward makes its whole group NaN.
-    group: a process group over whose ranks a prompt's samples and the batch may be spread (each
-    rank has its own S, which may be 0); the same id must then mean the same prompt on every rank.
-    With context parallel, pass the data-parallel group: ranks that hold the same sequences would
-    count them twice. "local" uses this rank alone, and so does None, with a warning if there are
-    other ranks.
+    In a constant group (all rewards exactly equal) the result is exactly 0, and there is no
+    division by a spread of exactly 0, so rounding residue is never amplified. In a group of one the
+    result is 0 (`single="zero"`), or with `single="raw"`, as in verl, the baseline is 0 and the
+    spread 1. A NaN reward makes its whole group NaN.
+    group: the process group whose ranks share the batch; a prompt's samples may lie on several of
+    them (each rank has its own S, which may be 0); the same id must then mean the same prompt on
+    every rank. With context parallel, pass the data-parallel group: ranks that hold the same
+    sequences would count them twice. "local" uses this rank alone, and so does None, with a warning
+    if there are other ranks.
     """
     check_rewards(rewards, group_ids)
     check_choice("center", center, CENTERS)

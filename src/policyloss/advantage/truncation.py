@@ -37,9 +37,9 @@ def soft_overlong(lengths: Tensor, limit: float, buffer: float, coef: float = 1.
 
 @torch.no_grad()
 def mask_truncated(mask: Tensor, truncated: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """`mask` without the sequences that were cut at the limit of tokens. Token-shaped, bool.
+    """`mask` without the sequences that were cut at the token limit. Token-shaped, bool.
 
-    Count this mask in `Totals.count`, not the one before: otherwise the average still divides by
+    Pass this mask to `Totals.count`, not the original mask: otherwise the average still divides by
     the tokens of the cut sequences.
     mask: `[B, T]`, or packed `[N]` with `cu_seqlens`. truncated: `[S]` flags.
     Source: DAPO's overlong filtering; TRL's mask_truncated_completions.

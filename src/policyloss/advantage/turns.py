@@ -178,13 +178,14 @@ def turn_loo(
 ) -> Tensor:
     """`A_{i,k} = G_{i,k} − mean of G_{j,k} over the group's other trajectories j with a turn k`.
 
-    G_{j,k} are the rewards of trajectory j from its turn k on (see `turn_returns`). If no other
+    G_{j,k} is the return of trajectory j from its turn k on (see `turn_returns`). If no other
     trajectory of the group has a turn k, the baseline is 0.
     The baseline depends on nothing that trajectory i did, so the policy gradient
     `Σ_k ∇log π(turn k)·A_{i,k}` is unbiased, also if the policy decides when to stop; docs/turns.md
     has the proof. Use it with an average that does not divide by lengths or numbers of turns
     (`SeqMeanTokenSum`, `SeqMeanTokenSumNorm`), because these depend on the actions, too.
-    group_ids: `[S]`, the prompt of each trajectory. Shapes and group: see the module.
+    group_ids: `[S]`, the prompt of each trajectory. Shapes and group: see
+    `policyloss.advantage.turns`.
     """
     turns = _Turns.of(turn_ids, rewards, cu_seqlens, cp_group, positions)
     returns = turns.returns(gamma)
@@ -211,15 +212,15 @@ def mt_grpo(
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """MT-GRPO: `A_{i,k} = Â(outcome_i) + coef·Σ_{l≥k} Â(r_{i,l})`, without the last turn.
+    """MT-GRPO: `A_{i,k} = Â(outcome_i) + coef·Σ_{l≥k} Â(r_{i,l})`, over all turns but the last.
 
     Â is relative to the group: `Â(outcome)` over its trajectories, `Â(r_l)` over those of them that
-    have a turn after turn l. outcomes: `[S]`. rewards: of turns; those of last turns are ignored.
-    scale, eps: as in `group_advantages`.
+    have a turn after turn l. outcomes: `[S]`. rewards: those of the turns; a last turn's reward is
+    ignored. scale, eps: as in `group_advantages`.
     **The gradient is biased if the policy decides when to stop**: a trajectory that goes on
     subtracts one more mean, so the baseline depends on the action. docs/turns.md has the size of
-    the bias in an example; `turn_loo` has none.
-    Shapes and group: see the module.
+    the bias in an example; `turn_loo` has no bias.
+    Shapes and group: see `policyloss.advantage.turns`.
     Source: arXiv 2505.11821; the bias is verl#7244.
     """
     check_number("coef", coef)
@@ -256,12 +257,12 @@ def gigpo(
 ) -> Tensor:
     """GiGPO: `A_{i,k} = Â(R_i) + omega·Â(G_{i,k})`.
 
-    R_i is the sum of the rewards of trajectory i, relative to its group. G_{i,k} are the discounted
-    rewards from turn k on, relative to all turns of the group that began in the same state; 0 for
-    a state that occurs once.
+    R_i is the sum of the rewards of trajectory i; Â compares it with its group. G_{i,k} is the
+    discounted sum of rewards from turn k on; Â compares it with all turns of the group that began
+    in the same state, and is 0 for a state that occurs once.
     state_ids: token-shaped integers, read at the first token of each turn: equal ids mean equal
-    states of the environment. scale, eps: as in `group_advantages`. Shapes and group: see the
-    module.
+    states of the environment. scale, eps: as in `group_advantages`. Shapes and group: see
+    `policyloss.advantage.turns`.
     Source: arXiv 2505.10978; defaults as in Trinity-RFT.
     """
     check_number("omega", omega)

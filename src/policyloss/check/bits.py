@@ -67,9 +67,9 @@ class BitsResult:
 class BitsReport(TableReport):
     """The result of `bits_check`; `str()` is a table and sentences.
 
-    arrangements: the same function on the same sequences in other batches. against: the comparison
-    with another function or recorded numbers, or None. not_numbers: how many log-probabilities are
-    NaN; two NaN count as equal.
+    arrangements: the results of the same function on the same sequences, batched in other ways.
+    against: the comparison with another function or recorded numbers, or None. not_numbers: how
+    many log-probabilities are NaN; two NaN count as equal.
     """
 
     columns = ("run", "tokens", "other bits", "most ulps")
@@ -151,14 +151,14 @@ def bits_check(
     against: LogProbFunction | Sequence[Any] | None = None,
 ) -> BitsReport:
     """Check that `fn` returns the same bits for a sequence alone and at any index of any batch, and
-    find the first bits that differ from another engine's.
+    find the first token whose bits differ from another engine's.
 
         print(pl.bits_check(logprobs_of_trainer, sequences, against=logprobs_of_engine))
 
     fn: takes a list of sequences, pads or packs them in any way, and returns the log-probabilities
     of each, 1-D (a tensor or numbers). sequences: the input of `fn`, one entry per sequence: token
     ids, or anything else, of different lengths. against: another such function, or recorded
-    log-probabilities, 1-D for each sequence; they are compared in the narrower type.
+    log-probabilities, 1-D for each sequence; both are compared in the narrower dtype.
     `fn` is called with all sequences, twice; then one by one, in reverse order, in pairs, and with
     every sequence duplicated: about `2·S + 4` calls for S sequences.
     """

@@ -55,9 +55,9 @@ class CutResult:
 class PartitionReport(TableReport):
     """The result of `partition_check`; `str()` is a table and a diagnosis.
 
-    diagnosis: the explanations, one paragraph each. notes: the limits of a test with this batch.
-    gradient: the gradient of the whole batch, `[P]` float64; pass it as `reference=` to a run on
-    several ranks.
+    diagnosis: the explanations, one paragraph each. notes: faults that this batch cannot show.
+    gradient: the gradient of the whole batch as one vector over all parameters, `[P]` float64; pass
+    it as `reference=` to a run on several ranks.
     """
 
     columns = ("cut", "pieces", "difference", "factor")
@@ -120,8 +120,8 @@ def partition_check(
       gradients (a mapping or an iterable of tensors; a few layers are enough).
     batch: needs `mask`, `[B, T]` or packed `[N]` with `cu_seqlens`. Tensors with a dimension of
       rows, tokens or sequences are split along it, and everything else is passed unchanged.
-    cuts: a mapping from the name of a split to its micro-batches, each a list of sequences. The
-    default splits are halves, single sequences, one sequence and the rest, and short and long
+    cuts: a mapping from the name of a split to its micro-batches, each a list of sequence indices.
+    The default splits are halves, single sequences, one sequence and the rest, and short and long
     sequences.
     tolerance: the largest allowed `‖g_cut − g‖ / ‖g‖`; by default the square root of the gradients'
     machine epsilon (3e-4 in float32). Under autocast, pass the tolerance of the half precision

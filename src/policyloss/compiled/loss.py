@@ -39,12 +39,12 @@ def compiled_loss(
 
     Loss, metrics and gradients equal the results of `policy_loss` up to rounding. The first call
     compiles (seconds; it needs a C++ compiler, or Triton on a GPU). On a GPU try `policy_loss`
-    first: with `backward()`, its two kernels were faster.
+    first: with `backward()`, its own two kernels were faster than this.
     dynamic, options: as in `torch.compile`.
     metrics: "all", "basic" or "none", as in `policy_loss`.
 
-    These calls run eagerly, with the same result: a callable in a slot of the spec (it may keep
-    state that a graph would freeze), `cp_group` (collectives), and calls within `exact()`.
+    A call runs eagerly, with the same result, if a slot of the spec holds a callable (it may keep
+    state that a graph would freeze), if `cp_group` is given (collectives), or within `exact()`.
     """
     return CompiledLoss(spec, dynamic, options, metrics)
 

@@ -195,8 +195,8 @@ def explain(spec: AnyLoss | Mixture) -> Explanation | MixtureExplanation:
     """Explain `spec`: a `LossSpec`, the name of a preset, a function of `Tokens`, or a `Mixture`.
 
     The explanation has the formula, the settings with their sources, where the gradient is zero,
-    the names in other frameworks, and pitfalls; of a mixture, those of each stream. For a TRL
-    `GRPOConfig`, see `policyloss.compat.trl.explain_config`.
+    the names in other frameworks, and pitfalls; for a mixture, it has these for each stream. For a
+    TRL `GRPOConfig`, see `policyloss.compat.trl.explain_config`.
     """
     if isinstance(spec, Mixture):
         streams = {name: explain(stream.loss) for name, stream in spec.streams.items()}

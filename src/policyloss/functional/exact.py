@@ -317,7 +317,7 @@ def exact(on: bool = True) -> _Block:
     on: False turns the mode off within the context. The mode applies to all threads of the process,
     like torch's deterministic algorithms; of the open contexts, in any thread, the one that began
     last decides. A backward keeps the mode of its forward. `@policyloss.exact()` above a function
-    runs its calls in such a context.
+    runs each call of that function in such a context.
     """
     check_flag("on", on)
     return _Block(on)

@@ -65,8 +65,8 @@ def logprobs(
     where it is False, logp, entropy and gradient are 0, and logits and ids may hold any values.
     softcap: logits are `softcap·tanh(logits/softcap)` before the temperature.
     overwrite_logits: if True, the backward writes the gradient into the memory of the logits; do
-    not use the logits afterwards. support: `(ids, offsets)`, the entries that the sampler of each
-    token kept, as in `linear_logprobs`.
+    not use the logits afterwards. support: `(ids, offsets)`, the vocabulary entries that the
+    sampler kept at each token, as in `linear_logprobs`.
     Returns `LogProbs(logp, entropy)`, `[...]` each, float32 (float64 for float64); entropy is None
     without `entropy=True`.
     """

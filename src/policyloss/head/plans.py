@@ -80,19 +80,20 @@ class Plan:
     Pass it as `plan=`, with other `rows` or `columns` if you like (`dataclasses.replace`).
 
     name: "one_pass" computes the gradient in the forward, window by window (3 matmuls); "recompute"
-    keeps nothing and computes the logits again in the backward (4); "stash" keeps probabilities in
-    the type of the weight (3); "forward" has no backward (1); "sparse" estimates the gradient
-    without bias from the few entries that it keeps of each row (see `eps` and `seed`): one matmul,
-    and two more for the rows with too many kept entries.
-    rows: rows of logits of a window; for "sparse", 0 lets the library choose. columns: vocabulary
-    entries at a time in the backward of "recompute". gathered: how many rows of the logits'
-    gradient "one_pass" and "sparse" collect, in half precision, for one matmul; 0: one matmul per
-    window. eps, seed: of "sparse". An entry with a probability of at least eps is kept; a smaller p
-    becomes eps with probability p/eps, else 0. The draw depends on the seed and on the token.
-    Reported: tokens: all rows. computed: the rows with logits. with_gradient: the rows with a
-    gradient. matmuls: an upper bound, in units of one matmul of `tokens`·V·D, a teacher's included.
-    extra_bytes: an upper estimate of the memory beyond inputs and gradients. reason: why this plan.
-    kernels: the code that computes on rows of logits.
+    keeps nothing and computes the logits again in the backward (4); "stash" keeps the probabilities
+    in the dtype of `weight` (3); "forward" has no backward (1); "sparse" keeps a few entries of
+    each row and makes an unbiased estimate of the gradient from them (see `eps` and `seed`): one
+    matmul, and two more for the rows with too many kept entries.
+    rows: rows of logits in one window; for "sparse", 0 lets the library choose. columns: the number
+    of vocabulary entries that the backward of "recompute" handles at a time. gathered: how many
+    rows of the logits' gradient "one_pass" and "sparse" collect, in half precision, for one matmul;
+    0: one matmul per window. eps, seed: for "sparse". An entry with a probability of at least eps
+    is kept; a smaller p becomes eps with probability p/eps, else 0. The draw depends on the seed
+    and on the token.
+    The library fills in the rest. tokens: all rows. computed: the rows with logits. with_gradient:
+    the rows with a gradient. matmuls: an upper bound, in units of one matmul of `tokens`·V·D,
+    including those of a teacher. extra_bytes: an upper estimate of the memory beyond inputs and
+    gradients. reason: why this plan. kernels: the name of the code that computes on rows of logits.
     """
 
     name: str

@@ -129,9 +129,9 @@ def logprobs(
     """The log-probability of every predicted token `input_ids[:, 1:]`, and the entropy.
 
     mask: `[B, T-1]` (with logits_to_keep=n `[B, n]`), the predicted tokens to compute; by default
-    all tokens that a token of the same sequence predicts, and all terms of an index. The result is
-    0 at other tokens. Other arguments as in `policy_loss` of this module and in `linear_logprobs`,
-    which replaces the model's head.
+    all tokens that a token of the same sequence predicts, and, with `index`, all terms. The result
+    is 0 at other tokens. Other arguments as in `policy_loss` of this module and in
+    `linear_logprobs`, which replaces the model's head.
     Returns `LogProbs(logp, entropy)`, `[B, T-1]` or `[B, n]` each, float32; entropy is None without
     `entropy=True`.
     """
@@ -171,8 +171,8 @@ def explain_plan(
     """The plan of `policy_loss` of this module for these arguments, and its reason; with spec None,
     the plan of `logprobs`.
 
-    The model's body runs, and the transformation of its logits is observed again. If its head
-    cannot be replaced, the plan is named "logits", and its reason is the error.
+    This runs the model without its head, and finds out how it transforms its logits (scale, cap).
+    If its head cannot be replaced, the plan is named "logits", and its reason is the error.
     """
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     options = {name: x for name, x in arguments.items() if name not in tensors}

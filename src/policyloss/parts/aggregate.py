@@ -116,7 +116,7 @@ class SeqMeanTokenMean(_Factored):
 
 @dataclass(frozen=True)
 class SeqMeanTokenSum(_Average):
-    """The mean over sequences of the sum over each one's tokens: `1 / B`."""
+    """The mean over the B sequences of each one's token sum: `1 / B` per token."""
 
     divides_by: ClassVar[str] = "sequences"
     words = "every sequence as the sum of its tokens, mean over sequences"
@@ -129,7 +129,7 @@ class SeqMeanTokenSum(_Average):
 
 @dataclass(frozen=True)
 class SeqMeanTokenSumNorm(_OverHorizon):
-    """Dr.GRPO: the mean over sequences of the token sum divided by a constant: `1 / (B·horizon)`.
+    """Dr.GRPO: the mean over B sequences of (token sum / constant): `1 / (B·horizon)` per token.
 
     horizon: your generation budget in tokens. None means that it is not set yet; set it with
     `LossSpec.with_horizon` before the loss is computed.

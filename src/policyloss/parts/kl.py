@@ -126,19 +126,21 @@ class Divergence(Part):
     (1−beta)·student + beta·teacher (beta 0 is the forward and 1 the reverse KL, as in GKD),
     "skew_forward" KL(teacher‖m) and "skew_reverse" KL(student‖m) (DistiLLM's, with λ = beta and λ =
     1−beta), "tv" ½Σ|p_s − p_t|, or "generalised", Σ p_s(log p_s − log p_t) − p_s + p_t, with p_s
-    and p_t the student's and the teacher's probabilities; it is least at p_s = p_t on any set of
-    entries. weight: None, "ratio" for the ratio slot's ratio, or the name of a tensor of `extras`;
-    the weight, limited to `weight_max`, multiplies the divergence and carries no gradient. clamp:
-    the divergence is held within ±clamp, or within a pair (low, high) with None for no bound; its
-    gradient is 0 beyond the bounds. top: None compares every entry that the teacher provides;
-    "student", "teacher", "union" or "intersection" compares the k most probable entries of the
-    student, of the teacher, of either or of both. rest: "entry" counts all other entries (outside
-    the k, or outside a `TopK`) as one more entry; "drop" leaves them out; "renormalise" leaves them
-    out and divides the probabilities of each model by their sum over the compared entries (an error
-    for a single entry, where it is always 0). For "generalised", "entry" means "drop".
+    and p_t the student's and the teacher's probabilities; on any set of entries, its minimum is at
+    p_s = p_t. weight: None, "ratio" for the ratio slot's ratio, or the name of a tensor of
+    `extras`; the weight, limited to `weight_max`, multiplies the divergence and carries no
+    gradient. clamp: the divergence is held within ±clamp, or within a pair (low, high) with None
+    for no bound; its gradient is 0 beyond the bounds. top: None compares every entry that the
+    teacher provides; "student", "teacher", "union" or "intersection" compares the k most probable
+    entries of the student, of the teacher, of either or of both. rest: "entry" counts all other
+    entries (outside the k, or outside a `TopK`) as one more entry; "drop" leaves them out;
+    "renormalise" leaves them out and divides the probabilities of each model by their sum over the
+    compared entries (an error for a single entry: its divergence is always 0). For "generalised",
+    "entry" means "drop".
 
     The divergence comes from `linear_divergence` or `divergence` (`policy_loss(…, divergence=…)`),
-    or from the head (`linear_policy_loss(…, teacher=…)`), which reads kind, beta, rest, top and k.
+    where you pass the same settings; or from the head (`linear_policy_loss(…, teacher=…)`), which
+    reads kind, beta, rest, top and k here.
     """
 
     reach: ClassVar[str] = "token"

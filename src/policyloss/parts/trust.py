@@ -136,7 +136,7 @@ class SoftGate(TrustPart):
 
 @dataclass(frozen=True)
 class FutureKL(TrustPart):
-    """FIPO: PPO's clip, times a detached weight that grows with the token's and later log-ratios.
+    """FIPO: PPO's clip times a detached weight that grows with this and the later log-ratios.
 
     The weight is `clip(exp(f), weight_min, weight_max)`, where `f_t = d_t + γ·f_{t+1}` over the
     valid tokens of the sequence, d is the log-ratio, and `γ = 2^(-1/half_life)`, half_life in

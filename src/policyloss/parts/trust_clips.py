@@ -291,11 +291,11 @@ class ProbabilityBand(TrustPart):
     """DPPO: a token counts, weighted by its ratio, only while its probability is near the anchor's.
 
     The anchor is the ratio slot's; p₀ is its probability of the token, p the current one.
-    divergence: "tv" `|p-p₀|`, or "kl" `KL(p₀‖p)` of the choice "this token or another". low, high:
-    the largest divergence for p < p₀ and for p > p₀. sides: "advantage" drops a token only if its
-    probability left the band in the direction in which the advantage pushes it, "both" drops it on
-    either side. form="score": `-sg[min(r, cap)]·A·logp`, where sg stops the gradient; form="ratio":
-    `-r·A` (the same gradient while r ≤ cap).
+    divergence: "tv" `|p-p₀|`, or "kl" `KL(p₀‖p)` over two outcomes, "this token" and "any other
+    token". low, high: the largest divergence for p < p₀ and for p > p₀. sides: "advantage" drops a
+    token only if its probability left the band in the direction in which the advantage pushes it,
+    "both" drops it on either side. form="score": `-sg[min(r, cap)]·A·logp`, where sg stops the
+    gradient; form="ratio": `-r·A` (the same gradient while r ≤ cap).
     """
 
     divergence: Literal["tv", "kl"]

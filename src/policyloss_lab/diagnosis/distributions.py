@@ -48,12 +48,12 @@ class DistributionGap:
     by_rank: the largest |Δ logp| at each rank of the trainer's probability, the likeliest first.
     kl_rollout_old, kl_old_rollout: mean and maximum of KL(rollout‖old) and KL(old‖rollout), in
     nats. top: how many tokens of each position are compared; None: all. With `top`, the tokens
-    outside of both lists are one class, which can only lower a KL: both are lower bounds. swapped:
-    the share of adjacent pairs in the trainer's ranking that the engine orders the other way.
-    first_differs: the share of positions where the likeliest tokens differ. temperature: the one
-    that turns the trainer's distributions into the engine's, None if none does. hidden: the
-    relative difference ‖Δ‖ / ‖old‖ of each layer. parted: the first layer above the threshold.
-    healthy: whether nothing is above its threshold.
+    outside both lists are merged into one class, which can only lower a KL: both KLs are lower
+    bounds. swapped: the share of adjacent pairs in the trainer's ranking that the engine orders the
+    other way. first_differs: the share of positions where the likeliest tokens differ. temperature:
+    the one that turns the trainer's distributions into the engine's, None if none does. hidden: the
+    relative difference ‖Δ‖ / ‖old‖ of each layer's hidden states. parted: the first layer above the
+    threshold. healthy: whether nothing is above its threshold.
     """
 
     positions: int

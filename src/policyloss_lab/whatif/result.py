@@ -31,9 +31,9 @@ class WhatIf:
     outcomes: one for each loss that could be tried, yours first if there is one. refused: {name:
     reason} of the other losses. by_token: cosines between the losses' gradients, and how a step on
     each loss would change each sequence's log-probability, if every token's log-probability were a
-    parameter. by_model: the same with the parameters of a model, or None. through: the variables of
-    the gradients: "tokens", "head" or "parameters". remedies: the changes that cure the problems of
-    your loss.
+    parameter. by_model: the same with the parameters of a model, or None. through: whether
+    gradients are taken with respect to "tokens", "head" or "parameters". remedies: the changes
+    that cure the problems of your loss.
     """
 
     tokens: StoredTokens
