@@ -64,14 +64,14 @@ def policy_loss(
     Shapes: tokens are padded `[B, T]`, or packed `[N]` with `cu_seqlens` `[S+1]`; S sequences.
 
     - `logp`, `old_logp`, `rollout_logp`, `ref_logp`, `teacher_logp`, `entropy`, `divergence` and
-      `mask` are token-shaped. `logp`, `entropy` and `divergence` (of a teacher's distribution and
-      the current policy's, for a `Divergence`) carry the gradient. `old_logp` comes from the
-      trainer's policy before its first update on this batch; `old_logp="current"` means that the
-      policy has not been updated since then, so `logp`, detached, is used; "loglinear" computes it
-      from `logp`, `rollout_logp` and `ages` (`functional.ratio.loglinear_logp`), without a forward.
-      `rollout_logp` comes from the inference engine, `ref_logp` from the reference model,
-      `teacher_logp` from a teacher. `spec.reads` lists the tensors that a loss reads; any other
-      may be None; if given, only metrics read it.
+      `mask` are token-shaped. `logp`, `entropy` and `divergence` (between the teacher's and the
+      current policy's distributions; a `Divergence` reads it) carry the gradient. `old_logp` comes
+      from the trainer's policy before its first update on this batch; `old_logp="current"` means
+      that the policy has not been updated since then, so `logp`, detached, is used; "loglinear"
+      computes it from `logp`, `rollout_logp` and `ages` (`functional.ratio.loglinear_logp`),
+      without a forward. `rollout_logp` comes from the inference engine, `ref_logp` from the
+      reference model, `teacher_logp` from a teacher. `spec.reads` lists the tensors that a loss
+      reads; any other may be None; if given, only metrics read it.
     - `advantages` are token-shaped (packed also `[1, N]`), or one per sequence, `[S]` or `[S, 1]`.
       If a pack has as many tokens as sequences, `[N]` and `[S]` are the same shape: pass `[1, N]`
       or `[S, 1]`. With `cp_group`, `[N]` always means per token; pass `[S, 1]` for one per
@@ -87,19 +87,19 @@ def policy_loss(
       that the environment wrote, where `mask` must be False. `SegmentRatio` and `TurnMean` read
       them; without them, a turn is an unbroken run of the mask.
     - `ages` are token-shaped integers, as in `Mismatch`: the version of the current weights minus
-      that of the weights that sampled the token; count versions in updates, or in steps. `Stale`
+      that of the weights that sampled the token. A version may count updates or steps. `Stale`
       and `old_logp="loglinear"` read them.
     - `totals` are the counts of the whole optimizer step (`Totals.count`). None or "local": this
       call is the whole batch (None is an error if there are other ranks). With `cp_group`, the
-      calls of all its ranks together are the whole batch, and the engine must sum their losses and
-      gradients (for an engine that averages over these ranks, pass `Totals.count(mask,
+      calls of all its ranks together are the whole batch, and the training engine must sum their
+      losses and gradients (if it averages over these ranks instead, pass `Totals.count(mask,
       cp_group=…)`).
     - `cp_group` is the process group over which each sequence's tokens are spread (context
       parallel). `positions` are token-shaped integers, each token's index in its whole sequence.
       Only parts that depend on the order of tokens (such as turns without `turn_ids`) read
       positions, only with `cp_group`, and only where `mask` is True.
     - `extras` maps names to token-shaped tensors that custom parts read with
-      `tokens.extra(name)`; for a `Mixture`, also to the masks of its streams.
+      `tokens.extra(name)`; for a `Mixture`, it also holds the masks of the streams.
     - `metrics` selects the metrics: "all"; "basic", which is loss, tokens, clip_fraction,
       clip_fraction_dual and kl_old_k1; or "none". Loss and gradient do not depend on it.
     """
@@ -269,8 +269,8 @@ def aggregate_tokens(
     totals: Totals | Literal["local"] | None = None,
     cp_group: Any = None,
 ) -> Tensor:
-    """Average `x`, one number per token, as a loss is averaged: `Σ_t weight_t · x_t`, 0-dim. The
-    gradient goes through `x`.
+    """Average `x`, one number per token, as `policy_loss` averages its tokens: `Σ_t share_t · x_t`,
+    0-dim. The gradient goes through `x`.
 
     x, mask: token-shaped. aggregate: as in `LossSpec`, such as `TokenMean()`. Other
     arguments: as in `policy_loss`.

@@ -69,11 +69,11 @@ def never_fails(
 
 
 class Attachment:
-    """The recorder and the doctor of a running trainer; `attach` makes it.
+    """It records a running trainer, and runs the doctor on the records; `attach` makes it.
 
     path: the run directory, which holds the report page, report.html. findings: the causes and
-    symptoms found so far, by name. halt: (cause, sentence) if one of `halt_on` was found. active:
-    whether it records. A context manager, which detaches at the end.
+    symptoms found so far, by name. halt: (cause, sentence), once a cause of `halt_on` is found.
+    active: whether it is recording. It is a context manager, and detaches on exit.
     """
 
     def __init__(

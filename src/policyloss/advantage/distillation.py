@@ -114,10 +114,10 @@ def prefix_weights(
 ) -> Tensor:
     """`w_t = 1 + γ·(1 − Σ_{k<t}|A_k| / Σ_k|A_k|)` over the valid tokens of each sequence.
 
-    advantages: those of `opd`, whose size is the difference of teacher and student. w, a factor of
-    them, is smaller if the two already differed on the tokens before: it falls from 1 + γ at the
-    first valid token to 1 + γ·|A_T|/Σ|A| at the last. Masked tokens are skipped and get 0. If every
-    A of a sequence is 0, w is 1 + γ.
+    advantages: the result of `opd`; |A| measures how far teacher and student differ. Multiply the
+    advantages by w. w is smaller if the two already differed on earlier tokens: it falls from 1 + γ
+    at the first valid token to 1 + γ·|A_T|/Σ|A| at the last. Masked tokens are skipped and get 0.
+    If every A of a sequence is 0, w is 1 + γ.
     advantages, mask and the result are token-shaped. cp_group, positions: as in `gae`.
     """
     check_number("gamma", gamma, least=0, finite=True)

@@ -140,12 +140,12 @@ def reinforce_pp_baseline(
     group: Any = None,
     eps: float = 1e-8,
 ) -> Tensor:
-    """REINFORCE++-baseline: `r − μ`, whitened over all valid *tokens*.
+    """REINFORCE++-baseline: `r − μ` (μ: the group mean), whitened over all valid *tokens*.
 
     A sequence counts once for each of its `lengths` tokens.
-    Source: Hu et al., arXiv 2501.03262; verl's reinforce_plus_plus_baseline. Constant group, group
-    of one: `r − μ` is 0 (r with `single="raw"`) before whitening. A sequence of length 0 does not
-    count, and gets 0.
+    Source: Hu et al., arXiv 2501.03262; verl's reinforce_plus_plus_baseline. In a constant group or
+    a group of one, `r − μ` is 0 before whitening; with `single="raw"`, a group of one keeps r. A
+    sequence of length 0 does not count, and gets 0.
     group: ranks that share the means of prompts and the whitening, as in `group_advantages`.
     """
     check_rewards(rewards, group_ids)

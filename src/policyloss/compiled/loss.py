@@ -39,7 +39,7 @@ def compiled_loss(
 
     Loss, metrics and gradients equal the results of `policy_loss` up to rounding. The first call
     compiles (seconds; it needs a C++ compiler, or Triton on a GPU). On a GPU try `policy_loss`
-    first: with `backward()`, its own two kernels were faster than this.
+    first: its own two kernels were faster than the compiled loss, `backward()` included.
     dynamic, options: as in `torch.compile`.
     metrics: "all", "basic" or "none", as in `policy_loss`.
 

@@ -315,9 +315,9 @@ def exact(on: bool = True) -> _Block:
     and metrics of a step do not depend on how the step was split into calls, padded or packed, or
     spread over processes. `docs/bits.md` lists the guarantees, the cost, and the exceptions.
     on: False turns the mode off within the context. The mode applies to all threads of the process,
-    like torch's deterministic algorithms; of the open contexts, in any thread, the one that began
-    last decides. A backward keeps the mode of its forward. `@policyloss.exact()` above a function
-    runs each call of that function in such a context.
+    like torch's deterministic algorithms; if several contexts are open, in any threads, the one
+    entered last decides. A backward keeps the mode of its forward. `@policyloss.exact()` above a
+    function runs each call of that function in such a context.
     """
     check_flag("on", on)
     return _Block(on)

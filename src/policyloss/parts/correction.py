@@ -180,15 +180,15 @@ class SequenceMask(Part):
 class DivergenceMask(Part):
     """Reject a token if the divergence between rollout and old policy is outside [low, high].
 
-    divergence: between the two policies' distributions over the outcomes "this token" and "another
-    token". "kl" is `p·log(p/q) + (1−p)·log((1−p)/(1−q))` in nats, "tv" is `|p−q|`, with p =
-    exp(rollout_logp) and q = exp(old_logp), both clamped to [floor, 1−floor]. level: "token"
+    divergence: it compares the two policies' distributions over two outcomes, "this token" and
+    "another token". "kl" is `p·log(p/q) + (1−p)·log((1−p)/(1−q))` in nats, "tv" is `|p−q|`, with p
+    = exp(rollout_logp) and q = exp(old_logp), both clamped to [floor, 1−floor]. level: "token"
     decides for each token; "sequence" decides for a whole sequence, by the mean over its valid
     tokens. direction: "forward" is KL(p‖q); "both" is the larger of KL(p‖q) and KL(q‖p) (KPop);
     "tv" is the same in both directions. low: None (no bound) by default, because a divergence is
     never negative, and low=0.0 would reject a token whose divergence rounds to below 0. weight: the
-    factor of the policy term of the kept tokens. "token": `exp(old_logp − rollout_logp)`
-    (OpenRLHF), its logarithm clamped to ±log_clamp; None: 1.
+    factor that multiplies the policy term of each kept token. "token": `exp(old_logp −
+    rollout_logp)` (OpenRLHF), its logarithm clamped to ±log_clamp; None: 1.
     """
 
     reads_logp: ClassVar[bool] = False

@@ -132,15 +132,15 @@ class Divergence(Part):
     gradient. clamp: the divergence is held within ±clamp, or within a pair (low, high) with None
     for no bound; its gradient is 0 beyond the bounds. top: None compares every entry that the
     teacher provides; "student", "teacher", "union" or "intersection" compares the k most probable
-    entries of the student, of the teacher, of either or of both. rest: "entry" counts all other
-    entries (outside the k, or outside a `TopK`) as one more entry; "drop" leaves them out;
-    "renormalise" leaves them out and divides the probabilities of each model by their sum over the
-    compared entries (an error for a single entry: its divergence is always 0). For "generalised",
-    "entry" means "drop".
+    entries of the student, those of the teacher, their union or their intersection. rest: "entry"
+    counts all other entries (outside the k, or outside a `TopK`) as one more entry; "drop" leaves
+    them out; "renormalise" leaves them out and divides the probabilities of each model by their sum
+    over the compared entries (an error for a single entry: its divergence is always 0). For
+    "generalised", "entry" means "drop".
 
     The divergence comes from `linear_divergence` or `divergence` (`policy_loss(…, divergence=…)`),
-    where you pass the same settings; or from the head (`linear_policy_loss(…, teacher=…)`), which
-    reads kind, beta, rest, top and k here.
+    to which you pass the same settings again; or `linear_policy_loss(…, teacher=…)` computes it,
+    with kind, beta, rest, top and k read from this part.
     """
 
     reach: ClassVar[str] = "token"

@@ -58,7 +58,7 @@ def linear_divergence(
     (six matmuls in forward and backward together, two of them the teacher's; least memory), "stash"
     (four matmuls; keeps every logit's gradient, in the dtype of weight), "auto", which chooses, or
     a `Plan`.
-    Returns `[...]`, float32 (float64 for float64), 0 where mask is False.
+    Returns `[...]`, float32 (float64 for float64 inputs), 0 where mask is False.
     """
     check_tensor("hidden", hidden, "float")
     tokens = tuple(hidden.shape[:-1])
