@@ -109,18 +109,21 @@ FINDINGS = [
     ),
     (
         "A narrow sequence mask does more harm than the mismatch.",
-        "Completions one step old take `dapo` to {final[dapo stale_1]:.2f}, and with the mask to"
-        " {final[seq-mask stale_1]:.2f}. Its band, 0.999 to 1.002, was made for two engines with"
-        " the same weights; it rejects most completions of any other policy. A band of 0.5 to 2 "
-        "loses nothing ({final[seq-mask-wide stale_1]:.2f}). On the GPU, with a sampler in 4 "
-        "bits, the narrow mask ends at {final[gpu int4, seq-mask mismatch]:.2f}, no correction "
-        "at {final[gpu int4, none mismatch]:.2f}.",
+        "Completions one step old take `dapo` to {final[dapo stale_1]:.2f}, and with the mask to "
+        "{final[seq-mask stale_1]:.2f}. Its band, 0.999 to 1.002, was made for two engines with "
+        "the same weights; it rejects most completions of any other policy. A band of 0.5 to 2 "
+        "loses nothing ({final[seq-mask-wide stale_1]:.2f}). The preset with the mask, "
+        "`seq_mask_tis`, ends at {final[seq_mask_tis fp8]:.2f} with a sampler in float8 and at "
+        "{final[seq_mask_tis top_p]:.2f} with one that cuts at top-p 0.9. On the GPU, with a "
+        "sampler in 4 bits, the narrow mask ends at {final[gpu int4, seq-mask mismatch]:.2f}, no "
+        "correction at {final[gpu int4, none mismatch]:.2f}.",
     ),
     (
         "A sampler of fewer bits did no measurable harm in so few steps.",
-        "The main losses end at {final[dapo fp8]:.2f} (`dapo`) and {final[gpg fp8]:.2f} (`gpg`) "
-        "with weights in float8, and at {final[dapo hot]:.2f} and {final[gpg hot]:.2f} with a "
-        "sampler that is too hot. On the GPU, `dapo` ends from "
+        "Of {losses[fp8]} presets, {worse[fp8]} is significantly worse than the best with weights "
+        "in float8, {worse[top_p]} with top-p 0.9 and {worse[hot]} with a sampler that is too hot; "
+        "`dapo` ends at {final[dapo fp8]:.2f}, {final[dapo top_p]:.2f} and {final[dapo hot]:.2f}. "
+        "On the GPU, `dapo` ends from "
         "{low[gpu float32, none mismatch]:.2f} to {high[gpu float32, none mismatch]:.2f} with a "
         "sampler in float32, from {low[gpu bf16, none mismatch]:.2f} to "
         "{high[gpu bf16, none mismatch]:.2f} in bfloat16, from {low[gpu fp8, none mismatch]:.2f} "
