@@ -112,7 +112,7 @@ def accumulate(
 
 @dataclass(eq=False, repr=False)
 class Accumulation:
-    """One optimizer step from `accumulate`. Iterate over it once, and call every `micro.loss`.
+    """One optimizer step, made by `accumulate`. Iterate over it once, calling every `micro.loss`.
 
         for micro in step:
             micro.loss(logp_of(model, micro["ids"])).backward()
@@ -150,19 +150,17 @@ class Accumulation:
         return iter(self._micro_batches)
 
     def add(self, metrics: Metrics) -> None:
-        """Merge the metrics of a policy loss that was not taken by `micro.loss`:
-        `step.add(out.metrics)`.
+        """Merge metrics of a policy loss computed without `micro.loss`: `step.add(out.metrics)`.
 
-        The metrics of `value_loss` have the same names: add them up separately.
+        Metrics of `value_loss` have the same names: add them up separately.
         """
         self.metrics = self.metrics + metrics
 
     def reduce_metrics(self) -> Metrics:
-        """The metrics of all ranks of `group` and `cp_group` together:
-        `step.reduce_metrics().compute()`. A collective.
+        """The metrics merged over all ranks: `step.reduce_metrics().compute()`. A collective.
 
-        It is an error if a micro-batch of some rank was never used, or held values that are
-        certainly wrong (see `Metrics.compute`).
+        Raises an `InputError` if a micro-batch of some rank was never used or, with a process
+        group, if an input held invalid values (see `Metrics.compute`).
         """
         metrics = self.metrics
         unused = sum(not micro.is_used for micro in self._micro_batches)
@@ -178,15 +176,14 @@ class Accumulation:
 
 
 class MicroBatch(Mapping[str, Any]):
-    """A micro-batch of the trainer, with the totals of its step; `micro["ids"]` reads an entry.
+    """A micro-batch of an `Accumulation`; `micro["ids"]` reads an entry of your mapping.
 
         with contextlib.nullcontext() if micro.is_last else model.no_sync():
             micro.loss(logp_of(model, micro["ids"])).backward()
 
     is_last: whether this is the rank's last micro-batch of the step. Its backward runs without
     `no_sync`, so DDP then averages the gradients of the data-parallel ranks. The attribute
-    `is_used`: whether `loss` or `arguments` was called (`arguments` returns the arguments of
-    `policy_loss`).
+    `is_used`: whether `loss` or `arguments` was called.
     """
 
     def __init__(self, step: Accumulation, data: Mapping[str, Any], is_last: bool) -> None:
@@ -209,16 +206,16 @@ class MicroBatch(Mapping[str, Any]):
         return f"MicroBatch({', '.join(map(str, self._data))})"
 
     def arguments(self, **tensors: Tensor | None) -> dict[str, Any]:
-        """The keyword arguments of a loss function: the micro-batch's tensors, the step's totals
-        and `cp_group`.
+        """Keyword arguments for a loss function: the micro-batch's tensors, the step's totals and
+        `cp_group`.
 
             out = pl.linear_policy_loss(spec, hidden, weight, ids, **micro.arguments())
             step.add(out.metrics)
 
-        In a tree, mask and all other tensors have one entry per loss term; pass the micro-batch's
-        `index=micro["index"]` as you pass its ids.
-        tensors: more tensors, or replacements of the micro-batch's tensors (`entropy=…`). Only
-        `mask`, `advantages` and `old_logp` may be None in the result.
+        If loss terms share hidden states (`index` of `linear_policy_loss`), mask and all other
+        tensors have one entry per term; pass `index=micro["index"]` yourself, like the ids.
+        tensors: more tensors, or replacements of the micro-batch's tensors (`entropy=…`).
+        `old_logp` is in the result even if it is None.
         """
         for name in tensors:
             if name in _COUNTED:
@@ -236,8 +233,8 @@ class MicroBatch(Mapping[str, Any]):
         return {**present, "totals": self._step.totals, "cp_group": self._step.cp_group}
 
     def loss(self, logp: Tensor, **tensors: Tensor | None) -> Tensor:
-        """The share of this micro-batch in the step's loss, to call `backward()` on. The metrics
-        are merged into `step.metrics`.
+        """The micro-batch's share of the step's loss, to call `backward()` on. Its metrics are
+        merged into `step.metrics`.
 
             micro.loss(logp, entropy=entropy).backward()
 

@@ -46,10 +46,10 @@ class AdaptiveKL(Part):
 class AdaptiveEntropy(Part):
     """The coefficient of an entropy bonus that keeps the entropy from falling below `target`.
 
-    After each step `coef` grows by `delta` if the entropy was at most the target, else it falls by
-    `delta`, within `least` … `most`. The bonus counts only while the entropy is at most the target:
-    use `applied`, which is 0 otherwise and before the first step, as `entropy_coef` of a spec.
-    entropy: that of the last step; None before the first.
+    `controller = controller.after(entropy)` returns a new controller: its `coef` is larger by
+    `delta` if the entropy was at most the target, else smaller, within [least, most]. Use `applied`
+    as the spec's `entropy_coef`: `coef` while the entropy is at most the target, else 0, as before
+    the first step. entropy: that of the last step; None before the first.
     Source: Skywork-OR1, arXiv 2505.22312; defaults as in TRL's use_adaptive_entropy.
     """
 
@@ -62,11 +62,11 @@ class AdaptiveEntropy(Part):
 
     @property
     def applied(self) -> float:
-        """The coefficient of the next step."""
+        """The coefficient to use in the next step."""
         return self.coef if self.entropy is not None and self.entropy <= self.target else 0.0
 
     def after(self, entropy: float) -> AdaptiveEntropy:
-        """The controller after a step with this mean entropy."""
+        """A new controller, updated after a step with this mean entropy."""
         entropy = check_number("entropy", float(entropy), finite=True)
         rise = self.delta if entropy <= self.target else -self.delta
         coef = min(max(self.coef + rise, self.least), self.most)

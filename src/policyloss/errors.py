@@ -18,7 +18,7 @@ class PolicyLossError(ValueError):
 
 
 class SpecError(PolicyLossError):
-    """A loss specification that means nothing: a bad number, an unknown name, parts that clash."""
+    """Raised if a loss is invalid: a bad number, an unknown name, parts that do not fit."""
 
 
 class InputError(PolicyLossError):

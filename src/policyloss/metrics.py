@@ -116,15 +116,15 @@ class Metrics(Mapping[str, Record]):
 
     @classmethod
     def from_packed(cls, places: RecordPlaces, values: Tensor) -> Metrics:
-        """The metrics whose parts lie in `values` `[K]`. Records are built when one is read."""
+        """Metrics whose numbers are in `values` `[K]`, at `places`; built when one is read."""
         metrics = cls()
         metrics._unpacked, metrics._packed = None, (places, values)
         return metrics
 
     @classmethod
     def of_call(cls, make: Callable[[], dict[str, Record]], tokens: Tensor) -> Metrics:
-        """The metrics that `make` returns. It is called when a metric is first read, or at once if
-        the call is compiled or recorded. tokens: of the call.
+        """The metrics that `make` returns. It is called when a metric is first read, or at once
+        under `torch.compile` or CUDA-graph capture. tokens: a tensor on the device of the loss.
         """
         if is_compiling() or (tokens.is_cuda and torch.cuda.is_current_stream_capturing()):
             return cls(make())
@@ -183,9 +183,9 @@ class Metrics(Mapping[str, Record]):
     def compute(self) -> dict[str, float]:
         """All values as Python floats, with one host sync for all of them together.
 
-        A count of certainly wrong values (`invalid_…`) raises an `InputError` if it is not 0; the
-        result leaves such counts out. Likely mistakes (`positive_logp_tokens`, `zero_logp_tokens`,
-        `beyond_totals`) cause a warning.
+        Raises an `InputError` if a count of invalid inputs, such as `invalid_mask_values`, is not
+        0; the result leaves these counts out. Likely mistakes (`positive_logp_tokens`,
+        `zero_logp_tokens`, `beyond_totals`) cause a warning.
         """
         if self._packed is not None and self._packed[1].device.type != "cpu":
             places, packed = self._packed
@@ -210,7 +210,7 @@ class Metrics(Mapping[str, Record]):
         return numbers
 
     def refuse_invalid(self) -> None:
-        """Raise if a count of certain mistakes (`Invalid`) is not 0. This waits for the device."""
+        """Raise an `InputError` if a count of invalid inputs is not 0. Waits for the device."""
         if self._unpacked is None and self._packed is not None:
             places, packed = self._packed
             invalid = {n: packed[at[0]] for n, kind, at in places.records if kind is Invalid}

@@ -62,14 +62,13 @@ class Mismatch:
         cp_group: Any = None,
         positions: Tensor | None = None,
     ) -> Mismatch:
-        """Measure some tokens. Nothing waits for the device.
+        """Measure a set of tokens, without a host sync.
 
-        old_logp, rollout_logp, mask: token-shaped, `[B, T]`, or packed `[N]` with `cu_seqlens`. To
-        measure the drift from the old policy, pass logp and old_logp. ages: token-shaped integers,
-        the number of updates since the policy that sampled each token. bands: pairs (low, high) of
-        ratios; the tokens outside each pair are counted. positions: token-shaped integers; by
-        default, the number of valid tokens before each token in its sequence. A `cp_group` requires
-        them, because one rank cannot count tokens on others.
+        All tensors: `[B, T]`, or packed `[N]` with `cu_seqlens`. To measure the drift from the old
+        policy, pass logp and old_logp. ages: the number of updates since the policy that sampled
+        each token (integers). bands: pairs (low, high) of ratios; the tokens outside each pair are
+        counted. positions: integers; by default, the number of valid tokens before each token in
+        its sequence. A `cp_group` requires them, because one rank cannot count tokens on others.
         """
         pairs = tuple(bands) if isinstance(bands, (tuple, list)) else (bands,)
         for pair in pairs:
@@ -115,7 +114,7 @@ class Mismatch:
         return self if other == 0 else NotImplemented
 
     def all_reduce(self, group: Any = None) -> Mismatch:
-        """The mismatch of all ranks of `group` together, in one collective; every rank calls it."""
+        """The mismatch over all ranks of `group`. A collective: every rank must call it."""
         if not (dist.is_available() and dist.is_initialized()):
             return self
         check_group("group", group)
@@ -124,22 +123,23 @@ class Mismatch:
         return Mismatch(total[:-2].view_as(self.by_bin), total[-2:], self.bands)
 
     def compute(self) -> dict[str, float]:
-        """The numbers of all tokens.
+        """Statistics over all tokens, by name.
 
         tokens; ratio_p50, ratio_p95, ratio_p99: quantiles of ρ; chi2_token: Σ ρ² / n − 1;
         chi2_sequence: the mean of e^(2·Σd) over sequences, − 1; outside_LOW_HIGH: the share of
-        tokens with ρ < low or ρ > high. NaN without a token, and if a log-probability is NaN.
+        tokens with ρ < low or ρ > high. Without tokens, all others are NaN; so are the quantiles
+        and chi2 if a log-probability is NaN.
         """
         count, squares = self.by_sequence.tolist()
         chi2 = squares / count - 1 if count else math.nan
         return self._numbers(self.by_bin[0].sum(0)) | {"chi2_sequence": chi2}
 
     def by_position(self) -> dict[int, dict[str, float]]:
-        """The numbers of the tokens at each bin of positions, by the first position of the bin."""
+        """The token statistics per bin of positions (0, 1, 2–3, 4–7, …), by the bin's first."""
         return self._numbers_by_bin(0)
 
     def by_age(self) -> dict[int, dict[str, float]]:
-        """The numbers of the tokens of each bin of ages, by its youngest; empty without ages."""
+        """The token statistics per bin of ages, by the bin's lowest age; empty without ages."""
         return self._numbers_by_bin(1)
 
     def _numbers_by_bin(self, which: int) -> dict[int, dict[str, float]]:

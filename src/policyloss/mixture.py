@@ -60,7 +60,7 @@ class Stream(Part):
             )
 
     def tokens(self, mask: Any, extras: Mapping[str, Tensor] | None) -> Tensor:
-        """The tokens of `mask` that belong to this stream, in the dtype of `mask`."""
+        """The mask of this stream: `mask`, set to 0 outside the stream's tokens."""
         check_tensor("mask", mask)
         if self.mask is None:
             return mask  # type: ignore[no-any-return]
@@ -91,9 +91,9 @@ class Mixture(Part):
         pl.Mixture({"rl": "dapo", "ce": ce})
 
     A spec or the name of a preset stands for `Stream(spec)`. `policy_loss`, `measure`,
-    `accumulate`, `linear_policy_loss` and `hf.policy_loss` take a mixture as they take a spec. The
-    totals of a step hold the counts of every stream; `accumulate` and `measure` compute these
-    totals. The metrics of a stream are called "name/metric"; `loss` is their weighted sum.
+    `accumulate`, `linear_policy_loss` and `hf.policy_loss` take a mixture as they take a spec. Its
+    totals hold the counts of every stream; `accumulate` and `measure` compute them. The metrics of
+    a stream are called "name/metric"; the metric `loss` is the weighted sum of the streams' losses.
     """
 
     streams: Mapping[str, Any]
@@ -128,7 +128,7 @@ class Mixture(Part):
 
     @property
     def divergence(self) -> Divergence | None:
-        """A part that compares with a teacher's distribution; all such parts measure alike."""
+        """The first `Divergence` of the streams, or None; all have one kind, beta, rest, top, k."""
         return next(iter(self._divergences), None)
 
     @property
@@ -157,7 +157,7 @@ class Mixture(Part):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Mixture:
-        """The inverse of `to_dict`. Strict: an error names the valid keys, types or values."""
+        """The inverse of `to_dict`. The error for an unknown key or type lists the valid ones."""
         entries = data.get("streams") if isinstance(data, Mapping) and len(data) == 1 else None
         if not isinstance(entries, Mapping) or not all(
             isinstance(x, Mapping) for x in entries.values()
@@ -174,7 +174,7 @@ class Mixture(Part):
         return cls(streams)
 
     def calls(self, inputs: Inputs, step: Totals | None) -> dict[str, StreamCall]:
-        """The call of each stream by its name, with its own mask, advantages and totals."""
+        """By stream name: the stream's loss, totals, weight, and inputs with its own mask."""
         counted = None if step is None else step.streams or {}
         if counted is not None and set(counted) != set(self.streams):
             raise InputError(

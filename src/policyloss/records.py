@@ -88,7 +88,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Stat(Record):
-    """A mean: `sum / count`."""
+    """A metric that is a mean, `sum / count`; merging adds up both."""
 
     sum: Tensor
     count: Tensor

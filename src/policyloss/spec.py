@@ -43,7 +43,7 @@ _TOKEN_MEAN = aggregate.TokenMean()
 
 @dataclass(frozen=True)
 class LossSpec(Part):
-    """A policy loss, built from the parts named below; the defaults are PPO.
+    """A policy loss. Each field, or slot, holds a part of the loss; the defaults are PPO.
 
     A spec is frozen and hashable; `spec.replace(trust=Clip(0.3))` returns a copy with another part.
 
@@ -153,7 +153,7 @@ class LossSpec(Part):
             )
 
     def parts_in(self, slot: str) -> tuple[Any, ...]:
-        """The parts that fill a slot: none, one, or several."""
+        """The parts in the slot (field) of this name: none, one, or several."""
         if slot == "kl":
             return self.kl_parts
         value = getattr(self, slot)
@@ -190,7 +190,7 @@ class LossSpec(Part):
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether `measure` must compute the totals, because counts of the mask are not enough."""
+        """Whether the totals must come from `measure`, because counting the mask is not enough."""
         return bool(self.statistics_names) or self.rejected != "keep"
 
     @cached_property
@@ -214,19 +214,17 @@ class LossSpec(Part):
 
     @property
     def follows_advantage(self) -> bool:
-        """Whether a token with advantage 0 has no loss.
-
-        If so, the trust region's loss is a multiple of A, and the spec has neither KL nor entropy
-        bonus.
+        """Whether a token with advantage 0 has loss 0: the trust region's loss is a multiple of A,
+        and there is no KL or entropy term.
         """
         alone = self.kl is None and not self.entropy_coef
         return alone and getattr(self.trust, "follows_advantage", False)
 
     def with_fields(self, **numbers: Any) -> LossSpec:
-        """The same loss with other values of fields, named without their part: `eps_high=0.3`.
+        """A copy with other values of its parts' fields: `spec.with_fields(eps_high=0.3)`.
 
-        A name is a field of one part, or `rejected`, or `entropy_coef`. A name that no part has, or
-        that several parts have, is an error.
+        `rejected` and `entropy_coef` are valid names, too. Raises a `SpecError` if no part, or more
+        than one, has a field of the name.
         """
         changed = self
         for name, value in numbers.items():
@@ -252,7 +250,7 @@ class LossSpec(Part):
     def with_horizon(self, tokens: float) -> LossSpec:
         """The same loss with its token sums divided by `tokens`, the generation budget of your run.
 
-        If the loss does not divide by such a constant, this is an error.
+        Raises a `SpecError` if the loss does not divide by such a constant.
         """
         if getattr(self.aggregate, "horizon", _NO_HORIZON) is _NO_HORIZON:
             raise SpecError(
@@ -266,14 +264,13 @@ class LossSpec(Part):
         return self.replace(aggregate=dataclasses.replace(self.aggregate, horizon=tokens))
 
     def for_run(self, tokens: float) -> LossSpec:
-        """The same loss for completions of at most `tokens` tokens.
-
-        If the loss has a horizon that is not set yet, `tokens` becomes its horizon.
+        """`with_horizon(tokens)` if the loss needs a horizon that is not set yet, else the loss
+        itself. tokens: the generation budget of your run.
         """
         return self.with_horizon(tokens) if self.needs_horizon else self
 
     def replace(self, **slots: Unpack[Slots]) -> LossSpec:
-        """The same loss with other parts in the named slots."""
+        """A copy with other parts or values in the named fields: `spec.replace(kl=None)`."""
         for name in slots:
             if name not in SLOTS:
                 raise SpecError(unknown_name("slot", name, SLOTS))
@@ -282,7 +279,7 @@ class LossSpec(Part):
         return changed
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data (JSON-ready): each part as {"type": its name, …its numbers}."""
+        """Plain data (JSON-ready): each part as {"type": its class name, …its fields}."""
         kl = [part_as_data("kl", part) for part in self.kl_parts]
         return {
             "ratio": part_as_data("ratio", self.ratio),
@@ -296,7 +293,7 @@ class LossSpec(Part):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LossSpec:
-        """The inverse of `to_dict`. Strict: an error names the valid keys, types or values."""
+        """The inverse of `to_dict`. The error for an unknown key or type lists the valid ones."""
         if not isinstance(data, Mapping):
             raise SpecError(
                 f"data must be a mapping, as LossSpec.to_dict makes it, got {description(data)}."

@@ -15,8 +15,8 @@ from policyloss.errors import InputError
 class Teacher:
     """A teacher given by its head: `softmax((hidden @ weight.T + bias) / temperature)` per token.
 
-    hidden: `[..., D]`, the teacher's last hidden states, row for row with the student's `hidden`:
-    the state that predicts the token. D may differ from the student's. weight: `[V, D]`, over the
+    hidden: `[..., D]`, the teacher's last hidden states, aligned with the student's `hidden`: each
+    state predicts one token. D may differ from the student's. weight: `[V, D]`, over the
     student's vocabulary (over this rank's entries, if the vocabulary is split over ranks). bias,
     temperature, softcap: as in `linear_logprobs`. The teacher gets no gradient, even if its tensors
     require one.

@@ -27,7 +27,7 @@ Number = int | float | Tensor
 
 @dataclass(frozen=True)
 class GroupTokens:
-    """The count of valid tokens per prompt group of a step: sorted `ids` `[G]`, `tokens` `[G]`."""
+    """Valid tokens of each prompt group of a step: group `ids` `[G]`, sorted; `tokens` `[G]`."""
 
     ids: Tensor
     tokens: Tensor

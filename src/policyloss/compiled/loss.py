@@ -58,7 +58,7 @@ class Gradients(NamedTuple):
 
 
 class CompiledLoss:
-    """A `policy_loss` with its spec filled in, compiled. `compiled_loss` returns it."""
+    """`policy_loss` of one spec, compiled by `torch.compile`. `compiled_loss` returns it."""
 
     def __init__(
         self,
@@ -106,12 +106,12 @@ class CompiledLoss:
         totals: Totals | Literal["local"] | None = None,
         **tensors: Unpack[CallTensors],
     ) -> tuple[LossOutput, Gradients]:
-        """Loss, metrics and gradients at once, without autograd: for code that passes the gradient
-        on by itself.
+        """Loss, metrics and gradients at once, without autograd: for code that starts the model's
+        backward from the gradient of `logp`.
 
-        The arguments are those of a call. `logp.backward(gradients.logp)` afterwards has the effect
-        of `loss.backward()`, at less cost per step. The returned loss has no graph. On a GPU it
-        runs the kernels of `policy_loss`, where they support the call.
+        The arguments are those of `policy_loss` without `spec`. `logp.backward(gradients.logp)`
+        afterwards has the effect of `loss.backward()`, at less cost per step. The returned loss is
+        detached. On a GPU it runs the Triton kernels of `policy_loss`, where they support the call.
         """
         carried: Any = {"logp": logp, **{name: tensors.get(name) for name in DIFFERENTIATED}}
         there = {name: x for name, x in carried.items() if isinstance(x, Tensor)}

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class HeadOutput(LossOutput):
     """`loss` and `metrics` as in `policy_loss`; `logp`, `entropy` and, with a teacher, `divergence`
-    of each token, detached, and 0 at tokens that were not computed.
+    of each token, detached, and 0 where they were not computed (masked or skipped tokens).
     """
 
     logp: Tensor

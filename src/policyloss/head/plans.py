@@ -75,7 +75,7 @@ KINDS = {kind.name: kind for kind in (ONE_PASS, SPARSE, RECOMPUTE, STASH, FORWAR
 
 @dataclass(frozen=True)
 class Plan:
-    """The way in which a call such as `linear_policy_loss` computes the head and its gradient.
+    """How a function such as `linear_policy_loss` computes the LM head and its gradient.
 
     Pass it as `plan=`, with other `rows` or `columns` if you like (`dataclasses.replace`).
 
@@ -90,10 +90,10 @@ class Plan:
     0: one matmul per window. eps, seed: for "sparse". An entry with a probability of at least eps
     is kept; a smaller p becomes eps with probability p/eps, else 0. The draw depends on the seed
     and on the token.
-    The library fills in the rest. tokens: all rows. computed: the rows with logits. with_gradient:
-    the rows with a gradient. matmuls: an upper bound, in units of one matmul of `tokens`·V·D,
-    including those of a teacher. extra_bytes: an upper estimate of the memory beyond inputs and
-    gradients. reason: why this plan. kernels: the name of the code that computes on rows of logits.
+    The library sets the rest. tokens: the number of rows (tokens); computed: of rows with computed
+    logits; with_gradient: of rows with a gradient. matmuls: an upper bound, in units of one matmul
+    of `tokens`·V·D, including those of a teacher. extra_bytes: an upper estimate of the memory
+    beyond inputs and gradients. reason: why this plan. kernels: the code used for rows of logits.
     """
 
     name: str
@@ -112,11 +112,11 @@ class Plan:
 
     @property
     def kind(self) -> PlanKind:
-        """The routines of plans of this name."""
+        """The `PlanKind` of this name, with its backward routines."""
         return KINDS[self.name]
 
     def start_sums(self, head: Head, wanted: GradientTypes, all_gathered: bool) -> GradientSums:
-        """The sums to which the gradients of windows are added."""
+        """New accumulators, to which each window adds its gradients."""
         if self.kind is SPARSE:
             return SparseSums(head, wanted, self.gathered, self)
         return GradientSums(head, wanted, self.gathered, all_gathered)

@@ -102,21 +102,21 @@ class _Factored(_Average):
 
 @dataclass(frozen=True)
 class SeqMeanTokenMean(_Factored):
-    """The mean over sequences of the mean over each one's tokens: `1 / (B·L_i)` (GRPO)."""
+    """GRPO: the mean over the step's B sequences of their token means: `1 / (B·L_i)` per token."""
 
     divides_by: ClassVar[str] = "sequences"
     words = "every sequence counts the same, each as the mean of its tokens"
     average = "sum({x} / L) / B"
 
     def factors(self, t: Layout) -> tuple[Tensor, Tensor]:
-        """`1 / L_i` of each token, and `1 / B`, which all tokens share."""
+        """The two factors of a token's weight: `1 / L_i`, and `1 / B`, common to all tokens."""
         shared = reciprocal(t.totals.sequences, t.lengths, times=t.totals.dp_size)
         return per_sequence_mean(t.lengths, t.sequences), shared
 
 
 @dataclass(frozen=True)
 class SeqMeanTokenSum(_Average):
-    """The mean over the B sequences of each one's token sum: `1 / B` per token."""
+    """The mean over the step's B sequences of their token sums: `1 / B` per token."""
 
     divides_by: ClassVar[str] = "sequences"
     words = "every sequence as the sum of its tokens, mean over sequences"
@@ -261,9 +261,9 @@ class WeightMean(_Average):
 
 @dataclass(frozen=True)
 class LengthWeighted(_Average):
-    """LUSPO: the mean over B sequences of (token mean · length L_i): token weight `L_i / (B·L_i)`.
+    """LUSPO: the mean over the step's B sequences of (token mean · length): `1 / B` per token.
 
-    This is the weight `1 / B` of `SeqMeanTokenSum`: both parts give the same loss.
+    The loss equals that of `SeqMeanTokenSum`.
     """
 
     divides_by: ClassVar[str] = "sequences"
@@ -274,7 +274,7 @@ class LengthWeighted(_Average):
         return SeqMeanTokenSum()(t)
 
     def note_beside(self, other: object) -> str:
-        """A remark on this average compared with another, or ""."""
+        """A remark if `other` is an average with the same weights, else ""."""
         same = (
             "LengthWeighted and SeqMeanTokenSum give every token the same weight: a mean times its "
             "length is a sum."
@@ -284,7 +284,7 @@ class LengthWeighted(_Average):
 
 @dataclass(frozen=True)
 class LocalTokenMean(_Average):
-    """Legacy: mean over the tokens *of this call*; depends on how a step is split (TRL `bnpo`)."""
+    """Legacy: the mean over the tokens of *one micro-batch* (TRL `bnpo`), so the split matters."""
 
     words = "every token of this call counts the same, whatever the step holds"
     average = "sum({x}) / n"
@@ -295,16 +295,16 @@ class LocalTokenMean(_Average):
 
 @dataclass(frozen=True)
 class LocalSeqMeanTokenMean(_Factored):
-    """Legacy: mean over the sequences *of this call* of their token means (TRL `grpo`).
+    """Legacy: the mean over the sequences of *one micro-batch* of their token means (TRL `grpo`).
 
-    It depends on how a step is split into calls.
+    It depends on how a step is split into calls of `policy_loss`.
     """
 
     words = "every sequence of this call counts the same, each as the mean of its tokens"
     average = "sum({x} / L) / b"
 
     def factors(self, t: Layout) -> tuple[Tensor, Tensor]:
-        """`1 / L_i` of each token, and `1 / b` for the b sequences of this call."""
+        """The two factors of a token's weight: `1 / L_i`, and `1 / b` with b sequences here."""
         shared = reciprocal((t.counts > 0).sum(), t.lengths)
         return per_sequence_mean(t.lengths, t.sequences), shared
 

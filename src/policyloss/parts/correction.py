@@ -153,7 +153,7 @@ class SequenceMask(Part):
 
     @property
     def weighs(self) -> bool:
-        """Whether the weight is more than a mask."""
+        """Whether the policy term of kept tokens is multiplied by a weight."""
         return self.weight is not None
 
     def __call__(self, t: Tokens) -> Corrected:
@@ -180,8 +180,8 @@ class SequenceMask(Part):
 class DivergenceMask(Part):
     """Reject a token if the divergence between rollout and old policy is outside [low, high].
 
-    divergence: it compares the two policies' distributions over two outcomes, "this token" and
-    "another token". "kl" is `p·log(p/q) + (1−p)·log((1−p)/(1−q))` in nats, "tv" is `|p−q|`, with p
+    divergence: it compares the policies' distributions over two outcomes, "this token" and "any
+    other token". "kl" is `p·log(p/q) + (1−p)·log((1−p)/(1−q))` in nats, "tv" is `|p−q|`, with p
     = exp(rollout_logp) and q = exp(old_logp), both clamped to [floor, 1−floor]. level: "token"
     decides for each token; "sequence" decides for a whole sequence, by the mean over its valid
     tokens. direction: "forward" is KL(p‖q); "both" is the larger of KL(p‖q) and KL(q‖p) (KPop);
@@ -203,7 +203,7 @@ class DivergenceMask(Part):
 
     @property
     def weighs(self) -> bool:
-        """Whether the weight is more than a mask."""
+        """Whether the policy term of kept tokens is multiplied by a weight."""
         return self.weight is not None
 
     def __call__(self, t: Tokens) -> Corrected:
@@ -320,7 +320,7 @@ class MomentBudget(Part):
     budget: Annotated[float, bounds(above=0, finite=True)] = 0.04
 
     def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
-        """The smallest d² that is rejected, inf if none is."""
+        """The threshold: tokens with d² at or above it are rejected; inf rejects none."""
         groups = (t.sequences.cp_group, group)
         bound = correction.budget_bound(t.log_weight() ** 2, t.mask, self.budget, *groups)
         return {"moment_bound": bound}
@@ -355,7 +355,7 @@ class OPSM(Part):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The policy from which the drift is measured."""
+        """The argument of `policy_loss` with the log-probabilities of `source`."""
         return (f"{self.source}_logp",)
 
     def __call__(self, t: Tokens) -> Corrected:
@@ -427,8 +427,8 @@ class SelfNormalise(Part):
     """Divide the weights of the other corrections by their mean over the step.
 
     The step is one optimizer step: all micro-batches on all ranks. over: "tokens" averages the
-    weights of all tokens; "sequences" averages one mean weight per sequence. This part is applied
-    after all other corrections, wherever it is in their tuple. If the spec has rejected="keep", a
+    weights of all tokens; "sequences" averages one mean weight per sequence. `SelfNormalise` comes
+    after all other corrections, wherever it is in the tuple. If the spec has rejected="keep", a
     rejected token enters the mean with weight 0; otherwise the mask excludes it, and the mean
     covers the kept tokens.
     """
@@ -439,7 +439,7 @@ class SelfNormalise(Part):
     over: Literal["tokens", "sequences"] = "tokens"
 
     def statistics(self, t: Tokens, weight: Tensor, group: Any = None) -> dict[str, Tensor]:
-        """The batch-wide mean weight."""
+        """The mean weight over the step."""
         wide = accumulator_dtype(weight.device)
         if self.over == "tokens":
             each, counted = t.sequences.sum(weight), t.counts

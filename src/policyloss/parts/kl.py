@@ -26,12 +26,12 @@ class KL(Part):
     sg stops the gradient. estimator: k1 = −d, abs = |d|, k2 = ½d², k3 = eᵈ−d−1. grad: "value" is
     the estimate's own gradient; "k2" keeps the estimate's value, but takes the gradient of k2
     (straight-through); "score" adds the score-function term to the estimate's own gradient.
-    weight: "ratio" multiplies by the ratio slot's ratio, gradient included (DeepSeek-V3.2's
-    unbiased KL); "detached_ratio" multiplies by `sg[ratio]`, or with weight_max by
-    `sg[min(ratio, weight_max)]`. clamp: d is held within ±clamp; value_clamp: the estimate is held
-    within ±value_clamp (with grad="value" the gradient is 0 beyond either bound). anchor: "ref",
-    "teacher" (with grad="k2" this is distillation on the sampled tokens: the gradient is that of
-    `−sg[d]·logp`), or "old"/"rollout" for a proximal pull.
+    weight: "ratio" multiplies by the ratio of the spec, gradient included (DeepSeek-V3.2's unbiased
+    KL); "detached_ratio" multiplies by `sg[ratio]`, or with weight_max by `sg[min(ratio,
+    weight_max)]`. clamp: d is clamped to ±clamp; value_clamp: the estimate is clamped to
+    ±value_clamp (with grad="value" the gradient is 0 beyond either bound). anchor: "ref", "teacher"
+    (with grad="k2" this is distillation on the sampled tokens: the gradient is that of
+    `−sg[d]·logp`), or "old"/"rollout" for a proximal penalty.
     """
 
     reach: ClassVar[str] = "token"
@@ -57,12 +57,12 @@ class KL(Part):
 
     @property
     def teaches(self) -> bool:
-        """Whether the pull is to a teacher."""
+        """Whether the anchor is a teacher."""
         return self.anchor == "teacher"
 
     @property
     def reads_ratio(self) -> bool:
-        """Whether the penalty is multiplied by a ratio."""
+        """Whether the penalty is multiplied by the spec's ratio."""
         return self.weight is not None
 
     def __call__(self, t: Tokens) -> Tensor:
@@ -74,24 +74,24 @@ class KL(Part):
         return value if weight is None else value * weight
 
     def estimate(self, d: Tensor) -> Tensor:
-        """The estimate of each token, from its d."""
+        """The KL estimate of each token, from d = anchor_logp − logp."""
         return kl.estimate(d, self.estimator)
 
     def ratio_weight(self, t: Tokens) -> Tensor | None:
-        """The ratio that multiplies the penalty; None if no ratio does."""
+        """The ratio that multiplies the penalty, or None."""
         if self.weight == "detached_ratio":
             return bound(t.ratio.detach(), (None, self.weight_max))
         return None if self.weight is None else t.ratio
 
     def weight_sentence(self) -> str | None:
-        """The factor of the penalty in words; None without a weight."""
+        """The ratio that multiplies the penalty, in words, or None."""
         if self.weight == "detached_ratio":
             most = "" if self.weight_max is None else f", at most {spoken(self.weight_max)}"
             return f"the ratio{most}, without its gradient"
         return None if self.weight is None else "the ratio"
 
     def sentence(self) -> str:
-        """The added term in words."""
+        """The term in words, for `explain`."""
         gradient = {
             "value": "",
             "k2": ", with the gradient of k2",
@@ -127,20 +127,20 @@ class Divergence(Part):
     "skew_forward" KL(teacher‖m) and "skew_reverse" KL(student‖m) (DistiLLM's, with λ = beta and λ =
     1−beta), "tv" ½Σ|p_s − p_t|, or "generalised", Σ p_s(log p_s − log p_t) − p_s + p_t, with p_s
     and p_t the student's and the teacher's probabilities; on any set of entries, its minimum is at
-    p_s = p_t. weight: None, "ratio" for the ratio slot's ratio, or the name of a tensor of
-    `extras`; the weight, limited to `weight_max`, multiplies the divergence and carries no
-    gradient. clamp: the divergence is held within ±clamp, or within a pair (low, high) with None
-    for no bound; its gradient is 0 beyond the bounds. top: None compares every entry that the
-    teacher provides; "student", "teacher", "union" or "intersection" compares the k most probable
-    entries of the student, those of the teacher, their union or their intersection. rest: "entry"
-    counts all other entries (outside the k, or outside a `TopK`) as one more entry; "drop" leaves
-    them out; "renormalise" leaves them out and divides the probabilities of each model by their sum
-    over the compared entries (an error for a single entry: its divergence is always 0). For
-    "generalised", "entry" means "drop".
+    p_s = p_t. weight: None, "ratio" for the ratio of the spec, or the name of a tensor of `extras`;
+    the weight, limited to `weight_max`, multiplies the divergence and carries no gradient. clamp:
+    the divergence is clamped to ±clamp, or to a pair (low, high) with None for no bound; its
+    gradient is 0 beyond the bounds. top: None compares every vocabulary entry that the teacher
+    provides; "student", "teacher", "union" or "intersection" compares the k most probable entries
+    of the student, those of the teacher, their union or their intersection. rest: "entry" adds up
+    the probabilities of all other entries (outside the k, or outside a `TopK` teacher) as one more
+    entry; "drop" leaves them out; "renormalise" leaves them out and divides the probabilities of
+    each model by their sum over the compared entries (an error for a single entry: its divergence
+    is always 0). For "generalised", "entry" means "drop".
 
-    The divergence comes from `linear_divergence` or `divergence` (`policy_loss(…, divergence=…)`),
-    to which you pass the same settings again; or `linear_policy_loss(…, teacher=…)` computes it,
-    with kind, beta, rest, top and k read from this part.
+    `linear_policy_loss(…, teacher=…)` computes the divergence with these settings. For
+    `policy_loss(…, divergence=…)`, compute it by `linear_divergence` or `divergence`, and pass the
+    same kind, beta, rest, top and k there.
     """
 
     reach: ClassVar[str] = "token"
@@ -173,19 +173,19 @@ class Divergence(Part):
 
     @property
     def measure(self) -> Measure:
-        """The divergence that the head computes."""
+        """The settings of the divergence to compute: kind, beta, rest, top and k."""
         return Measure(self.kind, self.beta, self.rest, self.top, self.k)
 
     @property
     def idle_fields(self) -> tuple[str, ...]:
-        """The fields that have no effect."""
+        """The names of the fields that have no effect with this kind and rest."""
         kind = KINDS[self.kind]
         beta = () if kind.reads_beta else ("beta",)
         return beta if kind.takes_tail or self.rest == "renormalise" else (*beta, "rest")
 
     @property
     def reads_ratio(self) -> bool:
-        """Whether the ratio weights the divergence."""
+        """Whether the divergence is multiplied by the spec's ratio."""
         return self.weight == "ratio"
 
     def __call__(self, t: Tokens) -> Tensor:
@@ -197,7 +197,7 @@ class Divergence(Part):
         return value * bound(weight, (None, self.weight_max))
 
     def sentence(self) -> str:
-        """The added term in words."""
+        """The term in words, for `explain`."""
         of = KINDS[self.kind].words.format(beta=self.beta)
         limit = self.clamp
         low, high = (-limit, limit) if isinstance(limit, (int, float)) else limit or (None, None)
@@ -221,7 +221,7 @@ class Divergence(Part):
 
     @property
     def traits(self) -> tuple[str, ...]:
-        """The computed kind, its entries and its weight."""
+        """Keywords for `explain`: the kind, its entries and its weight."""
         weight = "ratio" if self.reads_ratio else "extra"
         tail = () if self.rest != "drop" else ("divergence_no_tail",)
         top = () if self.top is None else (f"divergence_top_{self.top}",)

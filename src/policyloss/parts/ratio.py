@@ -73,7 +73,7 @@ class SequenceRatio(Part):
 
     @property
     def shared_over(self) -> str | None:
-        """The tokens that share a gradient: "sequence", or None."""
+        """Whether the tokens of a sequence share one gradient: "sequence", or None if not."""
         return "sequence" if self.grad == "sequence" else None
 
     @property
@@ -116,7 +116,7 @@ class SequenceProduct(Part):
         return _sentence(self.anchor, words)
 
     def no_slope(self) -> tuple[Condition, ...]:
-        """Where a token does not change the ratio, apart from the clamp of the ratio."""
+        """The condition under which `token_clamp` stops a token's gradient."""
         if self.token_clamp is None or math.isinf(self.token_clamp) or self.anchor == "current":
             return ()
         beyond = f"abs(logp - {ANCHORS[self.anchor]}) > {number(self.token_clamp)}"
@@ -169,7 +169,7 @@ class MixedRatio(Part):
         return mean_log_ratio(d, t.sequences.expand(t.sequence_mean(d)), self.mean)
 
     def formula(self, anchor: str) -> list[tuple[str, str]]:
-        """The lines that lead to the log-ratio; the code adds ratios by their logarithms."""
+        """The formula's lines for `explain`: name and expression."""
         both = {"arithmetic": "log((exp(d) + exp(s)) / 2)", "geometric": "(d + s) / 2"}
         d = f"logp - {ANCHORS[self.anchor]}"
         return [("d", d), ("s", "seq_mean(d)"), ("log_ratio", both[self.mean])]

@@ -140,9 +140,8 @@ class FutureKL(TrustPart):
 
     The weight is `clip(exp(f), weight_min, weight_max)`, where `f_t = d_t + γ·f_{t+1}` over the
     valid tokens of the sequence, d is the log-ratio, and `γ = 2^(-1/half_life)`, half_life in
-    tokens. Where A < 0 and r > safe_ratio, this weight is clipped again, to [0.8, 1]. The ratio
-    slot must hold a `TokenRatio`. With `cp_group` this part reads `positions`. Source: arXiv
-    2603.19835.
+    tokens. Where A < 0 and r > safe_ratio, this weight is clipped again, to [0.8, 1]. The ratio r
+    must be a `TokenRatio`. A `cp_group` requires `positions`. Source: arXiv 2603.19835.
     """
 
     reach: ClassVar[str] = "sequence"
@@ -156,7 +155,7 @@ class FutureKL(TrustPart):
 
     @property
     def gamma(self) -> float:
-        """The share that the log-ratio of the next token keeps."""
+        """The discount γ per token."""
         return float(2 ** (-1 / self.half_life))
 
     def __call__(self, t: Tokens) -> Surrogate:
@@ -167,7 +166,7 @@ class FutureKL(TrustPart):
         return surrogate._replace(loss=surrogate.loss * weight)
 
     def formula(self, anchor: str) -> list[tuple[str, Any]]:
-        """The lines that lead to the surrogate, each a text or a part."""
+        """The formula's lines for `explain`: name, and expression or part."""
         low, high = number(self.weight_min), number(self.weight_max)
         risky = f"(advantages < 0) & (ratio > {number(self.safe_ratio)})"
         return [
@@ -272,7 +271,7 @@ class Regression(TrustPart):
 class TaperedNegative(TrustPart):
     """TOPR: `-A·logp` where A > 0; elsewhere `-sg[min(r, ratio_max)]·A·logp`.
 
-    sg stops the gradient. So the weight of a bad token falls as the token becomes unlikely.
+    sg stops the gradient. So a token with A < 0 gets less weight as it becomes unlikely.
     """
 
     ratio_max: Positive = 1.0
@@ -301,9 +300,9 @@ class CovClip(TrustPart):
     step. fraction: the share of dropped tokens among all tokens, at least one token; if fewer
     tokens qualify, all of these are dropped. A dropped token has policy term 0 and still counts in
     the denominator. eps_low, eps_high: as in `Clip`. Source: arXiv 2505.22617.
-    The choice depends on `seed`, on the token's advantage and on its log-probability under the
-    anchor of the ratio, not on its position in the batch, so the same tokens are dropped however
-    the batch is split. (Tokens that agree in both numbers are all dropped, or none of them is.)
+    The random draw is a hash of `seed`, the token's advantage and its logp in the denominator of
+    the ratio, so the same tokens are dropped however the batch is split. (Candidates that agree in
+    both numbers are all dropped, or none of them is.)
     A token whose advantage or logp differs from the mean only by rounding has covariance 0.
     """
 
@@ -316,7 +315,7 @@ class CovClip(TrustPart):
     seed: Annotated[int, bounds(least=0), _is_seed] = 0
 
     def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
-        """Mean advantage and logp of the step, and the draw from which a candidate is dropped."""
+        """The step's mean advantage and logp, and the smallest draw that drops a candidate."""
         stats, k = _means(t, self.fraction, group)
         score = torch.where(self.candidates(t, _covariance(t, stats)), 0.0, -math.inf)
         least, draw = kth_largest(score, self._draws(t), k, t.sequences.cp_group, group)
@@ -336,7 +335,7 @@ class CovClip(TrustPart):
         return clipped_surrogate(t, self.eps_low, self.eps_high)
 
     def candidates(self, t: Tokens, cov: Tensor) -> Tensor:
-        """The tokens that may be dropped: covariance inside the window, and not clipped already."""
+        """The tokens that may be dropped: cov_low < cov < cov_high, and not clipped by PPO."""
         r, a = t.ratio.detach(), t.advantages
         unclipped = ~((a > 0) & (r > 1 + self.eps_high) | (a < 0) & (r < 1 - self.eps_low))
         inside = (cov > self.cov_low) & (cov < self.cov_high)
@@ -346,7 +345,7 @@ class CovClip(TrustPart):
         return trust.draws(self.seed, t.anchor_logp(t.anchor), t.advantages)
 
     def formula(self, anchor: str) -> list[tuple[str, Any]]:
-        """The lines that lead to the surrogate, each a text or a part; `anchor` is the ratio's."""
+        """The formula's lines for `explain`: name, and expression or part. anchor: the ratio's."""
         low, high = f"1 - {number(self.eps_low)}", f"1 + {number(self.eps_high)}"
         free = f"~((advantages > 0) & (ratio > {high}) | (advantages < 0) & (ratio < {low}))"
         inside = f"(cov > {number(self.cov_low)}) & (cov < {number(self.cov_high)})"
@@ -380,10 +379,9 @@ class CovKL(TrustPart):
 
     cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step. fraction: the share of
     penalised tokens among all tokens; at least one token is penalised. Source: arXiv 2505.22617.
-    A pseudo-random draw, which depends on the token's own numbers alone, decides among tokens of
-    equal covariance (tokens with the same numbers share one draw). A token whose advantage or logp
-    differs from the mean only by rounding has covariance 0, so if all advantages are equal, only
-    the draw decides.
+    Tokens of equal covariance are ordered by a draw, a hash of the token's own log-probabilities
+    (tokens with the same ones share a draw). A token whose advantage or logp differs from the mean
+    only by rounding has covariance 0, so if all advantages are equal, only the draw decides.
     """
 
     follows_advantage: ClassVar[bool] = False
@@ -392,9 +390,8 @@ class CovKL(TrustPart):
     coef: Annotated[float, bounds(least=0, finite=True)] = 1.0
 
     def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
-        """Mean advantage and logp of the step, and the threshold of the penalty.
-
-        The threshold is a covariance, and a draw that decides between equal covariances.
+        """The step's mean advantage and logp, and the smallest covariance that is penalised, with
+        the smallest draw at that covariance.
         """
         stats, k = _means(t, self.fraction, group)
         cov, draws = self._score(t, stats)
@@ -416,7 +413,7 @@ class CovKL(TrustPart):
         return _covariance(t, stats), trust.draws(0, t.anchor_logp(t.anchor), t.logp.detach())
 
     def formula(self, anchor: str) -> list[tuple[str, str]]:
-        """The lines that lead to the surrogate."""
+        """The formula's lines for `explain`: name and expression."""
         penalty = "abs(log_ratio)" if self.coef == 1 else f"{number(self.coef)} * abs(log_ratio)"
         return [
             _COVARIANCE,
@@ -448,8 +445,8 @@ def _covariance(t: Tokens, stats: dict[str, Tensor]) -> Tensor:
 class BySign:
     """Tokens with A > 0 use the trust region `positive`, and all others use `negative`.
 
-    At most one of the two may be `CovClip` or `CovKL`. That part chooses its tokens from all tokens
-    of the step, of either sign; the choice then affects only tokens of that part's sign.
+    At most one of the two may be `CovClip` or `CovKL`. It chooses its tokens from all tokens of the
+    step, whatever the sign of A, but affects only the chosen tokens of its own side.
     """
 
     positive: Any
@@ -481,31 +478,31 @@ class BySign:
 
     @property
     def reach(self) -> str:
-        """The larger reach of the two sides."""
+        """The larger reach of the two sides (see `LossSpec.reach`)."""
         return "sequence" if "sequence" in {part.reach for part in self._sides} else "token"
 
     @property
     def follows_advantage(self) -> bool:
-        """Whether the loss vanishes with the advantage, on both sides."""
+        """Whether a token with advantage 0 has loss 0, on both sides."""
         return all(part.follows_advantage for part in self._sides)
 
     @property
     def reads_ratio(self) -> bool:
-        """Whether a side uses the ratio slot's ratio."""
+        """Whether a side uses the spec's ratio."""
         return any(getattr(part, "reads_ratio", True) for part in self._sides)
 
     @property
     def statistics_names(self) -> tuple[str, ...]:
-        """The batch-wide numbers that a side reads."""
+        """The names of the `statistics`."""
         return tuple(name for part in self._sides for name in getattr(part, "statistics_names", ()))
 
     def statistics(self, t: Tokens, group: Any = None) -> dict[str, Tensor]:
-        """The batch-wide numbers that a side reads."""
+        """The means and thresholds over the step that `CovClip` or `CovKL` needs, if used."""
         choosing = [part for part in self._sides if getattr(part, "statistics_names", ())]
         return {name: x for part in choosing for name, x in part.statistics(t, group).items()}
 
     def check_ratio(self, ratio: Any) -> None:
-        """Raise unless `ratio` is one that both sides fit."""
+        """Raise unless both sides can be used with `ratio`."""
         for part in self._sides:
             part.check_ratio(ratio)
 
@@ -527,7 +524,7 @@ class BySign:
         return f"where the advantage is positive: {positive}; elsewhere: {negative}"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """Where the gradient is zero: on each side, where the gradient of its part is."""
+        """The conditions under which a token has no gradient, from both sides."""
         sides = (("positive", self.positive), ("negative", self.negative))
         return tuple(
             x for side, part in sides for slopes in part.slopes() for x in slopes.on_side(side)

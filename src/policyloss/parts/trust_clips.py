@@ -34,8 +34,8 @@ class Surrogate(NamedTuple):
     """A per-token loss, and flags for the tokens where its trust region binds.
 
     upper, lower: the upper or lower bound of the ratio binds. dual: the dual clip binds. dropped: a
-    random choice removed the token's gradient. Flags are bool and token-shaped. The library's parts
-    set at most one flag per token, and none where the mask is False.
+    random choice removed the token's gradient. loss and flags (bool): `[B, T]` or packed `[N]`. The
+    library's trust regions set at most one flag per token, and none where the mask is False.
     """
 
     loss: Tensor
@@ -247,7 +247,7 @@ class DetachedClip(TrustPart):
 
     @classmethod
     def around_one(cls, eps_low: float, eps_high: float) -> DetachedClip:
-        """The band [1 − eps_low, 1 + eps_high], for CISPO with distances (verl, SkyRL)."""
+        """CISPO with bounds at distances from 1 (verl, SkyRL): [1 − eps_low, 1 + eps_high]."""
         return cls(max(1 - eps_low, 0.0), 1 + eps_high)
 
     def __call__(self, t: Tokens) -> Surrogate:
@@ -288,9 +288,9 @@ class DetachedClip(TrustPart):
 
 @dataclass(frozen=True)
 class ProbabilityBand(TrustPart):
-    """DPPO: a token counts, weighted by its ratio, only while its probability is near the anchor's.
+    """DPPO: the ratio weights a token, which is dropped if its probability changed too much.
 
-    The anchor is the ratio slot's; p₀ is its probability of the token, p the current one.
+    p₀ is the token's probability under the policy in the ratio's denominator, p the current one.
     divergence: "tv" `|p-p₀|`, or "kl" `KL(p₀‖p)` over two outcomes, "this token" and "any other
     token". low, high: the largest divergence for p < p₀ and for p > p₀. sides: "advantage" drops a
     token only if its probability left the band in the direction in which the advantage pushes it,
@@ -307,7 +307,7 @@ class ProbabilityBand(TrustPart):
 
     @property
     def idle_fields(self) -> tuple[str, ...]:
-        """The fields that have no effect."""
+        """The names of the fields that have no effect with this form."""
         return ("cap",) if self.form == "ratio" else ()
 
     def __call__(self, t: Tokens) -> Surrogate:
@@ -344,8 +344,8 @@ class GeometricClip(TrustPart):
     """GMPO: `-A·exp(mean_t c_t)`, with c_t the token's log-ratio, clipped.
 
     The log-ratio is clipped to [-eps_low, eps_high] where the advantage pushes it out of the
-    interval. eps_low, eps_high are distances in *log* space. The ratio slot must hold a
-    `TokenRatio`; this part takes the mean over the sequence itself.
+    interval. eps_low, eps_high are distances in *log* space. The ratio must be a `TokenRatio`,
+    because `GeometricClip` itself takes the mean over the sequence.
     """
 
     reach: ClassVar[str] = "sequence"
