@@ -269,11 +269,10 @@ def aggregate_tokens(
     totals: Totals | Literal["local"] | None = None,
     cp_group: Any = None,
 ) -> Tensor:
-    """Average `x`, one number per token, as `policy_loss` averages its tokens: `Σ_t share_t · x_t`,
-    0-dim. The gradient goes through `x`.
+    """Average `x` as `policy_loss` averages its tokens: `Σ_t share_t · x_t`, differentiable in x.
 
-    x, mask: token-shaped. aggregate: as in `LossSpec`, such as `TokenMean()`. Other
-    arguments: as in `policy_loss`.
+    x, mask: `[B, T]` or `[N]`. aggregate: the part of a `LossSpec` that defines share_t, such as
+    `TokenMean()`. Other arguments: as in `policy_loss`.
     """
     check_part("aggregate", aggregate)
     step = resolve(totals)

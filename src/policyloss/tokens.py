@@ -334,13 +334,13 @@ def layout_fields(
 
 @dataclass(kw_only=True)
 class Tokens(Layout):
-    """The tensors of one call as a part reads them: upcast, detached and masked.
+    """The tensors of one `policy_loss` call: the argument of every part of a `LossSpec`.
 
     Every log-probability read through a property is float32 (or float64), 0 where `mask` is False,
-    and detached unless it is `logp`. `ratio` and `log_ratio` (after the clamp) come from the ratio
-    slot, and are relative to the policy that `anchor` names. raw: the caller's tensors, by the name
-    of the argument. measured: batch-wide numbers from `measure`, or None. flags: whether a trust
-    part should flag the tokens that it limits; only metrics read the flags.
+    and detached unless it is `logp`. anchor: the policy that the probability ratio divides by:
+    "old", "rollout", "ref", "teacher" or "current". raw: the caller's tensors, by the name of the
+    argument. measured: batch-wide numbers from `measure`, or None. flags: whether the trust region
+    should flag the tokens that it limits; only metrics read the flags.
     """
 
     advantages: Tensor
@@ -353,24 +353,24 @@ class Tokens(Layout):
     flags: bool = True
 
     def with_mask(self, mask: Tensor) -> Tokens:
-        """The same call with another mask, of fewer tokens."""
+        """The same tensors with another mask, of fewer valid tokens."""
         advantages = fill(self.advantages, mask, zero=self.zero)
         weights = None if self.weights is None else fill(self.weights, mask, zero=self.zero)
         return self.replace(mask=mask, advantages=advantages, weights=weights, memo={})
 
     def has(self, name: str) -> bool:
-        """Whether the call has a tensor of this name."""
+        """Whether the caller passed the tensor argument `name`."""
         return self.raw.get(name) is not None
 
     @property
     def ratio(self) -> Tensor:
-        """The ratio slot's ratio, token-shaped; carries the gradient."""
+        """The probability ratio of the spec, `[B, T]` or `[N]`; carries the gradient."""
         if self.ratio_value is None:
             raise InputError(f"this loss reads the ratio to {self.anchor}_logp, which is missing.")
         return self.ratio_value
 
     def extra(self, name: str) -> Tensor:
-        """The tensor that the call carries as `extras[name]`, detached."""
+        """The tensor that the caller passed as `extras[name]`, detached."""
         if not self.has(f"extras.{name}"):
             raise InputError(
                 f"this loss reads extras[{name!r}], which is missing; pass extras={{{name!r}: …}}."
@@ -399,7 +399,7 @@ class Tokens(Layout):
 
     @property
     def log_ratio(self) -> Tensor:
-        """The ratio slot's log-ratio within its clamp."""
+        """The logarithm of `ratio`, after the clamp."""
         if self.raw_log_ratio is None:
             raise InputError(f"this loss reads the ratio to {self.anchor}_logp, which is missing.")
         return bound(self.raw_log_ratio, self.log_clamp)
@@ -411,7 +411,7 @@ class Tokens(Layout):
 
     @property
     def ages(self) -> Tensor:
-        """The number of updates since the policy that sampled each token."""
+        """The number of policy updates since each token was sampled."""
         return self.fill(self.read("ages"))
 
     @property
@@ -447,7 +447,7 @@ class Tokens(Layout):
         return self.read(LOGP_ARGUMENTS[anchor])
 
     def batch_statistics(self, part: Any) -> dict[str, Tensor]:
-        """The batch-wide numbers that `part` needs: of the step if measured, else of this call."""
+        """The batch-wide numbers that `part` needs: `measured`, or else computed from this call."""
         if self.measured is not None:
             return self.measured
         numbers: dict[str, Tensor] = part.statistics(self)

@@ -47,12 +47,12 @@ class Totals:
     """Counts of the whole optimizer step, over all micro-batches and ranks.
 
     tokens: valid tokens. sequences: sequences with at least one valid token. groups: for
-    `PromptMean`, a `GroupTokens`, or the number of prompt groups if no group is split between
-    calls. weights: for `WeightMean`, the sum of the weights of the valid tokens.
+    `PromptMean`, a `GroupTokens`, or the number of prompt groups if each lies in one micro-batch of
+    one rank. weights: for `WeightMean`, the sum of the weights of the valid tokens.
     dp_size: the number of ranks over which the framework *averages* gradients (DDP, FSDP); the loss
     is multiplied by dp_size, so that the average is the gradient of the whole batch. Pass 1 for an
     engine that sums gradients.
-    statistics: numbers of the whole step that some parts need, by name; `measure` computes them.
+    statistics: batch-wide numbers that some losses need, by name; `measure` computes them.
     streams: for a `Mixture`, the totals of each stream by its name.
     """
 
@@ -103,16 +103,16 @@ class Totals:
         cp_group: Any = None,
         dp_size: int | None = None,
     ) -> Totals:
-        """Count this rank's whole share of the step, then sum the counts over all ranks.
+        """Count all micro-batches of the step on this rank, then sum the counts over all ranks.
 
-        mask: `[B, T]`, or `[N]` with `cu_seqlens`, of *all* micro-batches of the step on this rank
-        (concatenate the masks, or add the results of several calls: `a + b`). group_ids: `[S]`, the
-        prompt group of each sequence; only `PromptMean` needs it. weights: as in `policy_loss`;
-        only `WeightMean` needs their sum. group: the process group of data-parallel ranks, each
-        with its own sequences; None is the default group if there is one. cp_group: the process
-        group of ranks that hold different tokens of the *same* sequences. dp_size: by default the
-        number of ranks of both groups, as DDP and FSDP average over them; pass 1 if your engine
-        sums gradients.
+        mask: `[B, T]`, or `[N]` with `cu_seqlens`, of *all* these micro-batches (concatenate the
+        masks, or add the `Totals` of each: `a + b`). group_ids: `[S]`, the prompt group of each
+        sequence; only `PromptMean` needs it. weights: as in `policy_loss`; only `WeightMean` needs
+        their sum. group: the process group of data-parallel ranks, each with its own sequences;
+        None is the default group if there is one. cp_group: the process group of ranks that hold
+        different tokens of the *same* sequences. dp_size: by default the product of the sizes of
+        both groups, as DDP and FSDP average over all these ranks; pass 1 if your engine sums
+        gradients.
         """
         check_tensor("mask", mask)
         sequences = Sequences.of(mask, cu_seqlens, cp_group, "mask")
@@ -141,7 +141,7 @@ class Totals:
     def all_reduce(
         self, group: Any = None, *, cp_group: Any = None, dp_size: int | None = None
     ) -> Totals:
-        """The counts of all data-parallel ranks together; unchanged on one rank."""
+        """The counts summed over all data-parallel ranks; unchanged on one rank."""
         self._refuse_streams("summed over ranks")
         group = data_parallel_group(group, cp_group)
         cp_size = 1 if cp_group is None else dist.get_world_size(cp_group)

@@ -37,11 +37,10 @@ def opd(
 
     The mean of `old_logp − teacher_logp` over the student's tokens is the KL from student to
     teacher, so a policy gradient with this advantage lowers the reverse KL.
-    teacher_logp, old_logp: token-shaped log-probabilities of the sampled tokens; old_logp belongs
-    to the policy that sampled them (pass the rollout engine's if there is no other). base:
-    advantages computed from rewards, token-shaped or one per sequence, `[S]` (`[S, 1]` if packed
-    tokens are spread over a `cp_group`). mask: token-shaped; with a mask, masked tokens get 0. The
-    result is token-shaped.
+    teacher_logp, old_logp, mask and the result: `[B, T]` or `[N]`. The log-probabilities are those
+    of the sampled tokens; old_logp belongs to the policy that sampled them (pass the rollout
+    engine's if there is no other). base: advantages computed from rewards, one per token or one per
+    sequence, `[S]` (`[S, 1]` if packed tokens are spread over a `cp_group`). Masked tokens get 0.
     Source: arXiv 2601.02780, equation 8; NeMo-RL's, slime's and Tinker's on-policy distillation.
     """
     check_number("coef", coef, finite=True)
@@ -64,7 +63,7 @@ def iw_opd(
 ) -> Tensor:
     """IW-OPD: `A = base + w·coef·(teacher_logp − old_logp)`, where w falls along the sequence.
 
-    w is `prefix_weights` of the teacher's term alone. Arguments as in `opd` and `gae`.
+    w is `prefix_weights(teacher_logp − old_logp, mask, gamma)`. Arguments as in `opd` and `gae`.
     Source: arXiv 2606.22600; gamma as in TRL's `iw_opd`.
     """
     check_number("coef", coef, finite=True)
@@ -151,8 +150,8 @@ def centered_kl(
 
     This KL does not change the mean of the advantages: a token with a KL below the average gets a
     larger advantage. The mean is over all valid tokens of the step. `ref_logp` may be a teacher's.
-    old_logp, ref_logp, mask: token-shaped; so is the result. base: as in `opd`. group, cp_group:
-    ranks that share the mean, as in `whiten`.
+    old_logp, ref_logp, mask and the result: `[B, T]` or `[N]`. base: other advantages to add, as in
+    `opd`. group, cp_group: ranks that share the mean, as in `whiten`.
     Source: Tinker's cookbook, `incorporate_kl_penalty`.
     """
     check_number("coef", coef, finite=True)
@@ -179,8 +178,8 @@ def kl_in_reward(
 
     kl_t: the estimate "k1", "k2", "k3" or "abs" of KL(old‖ref) from `d = ref_logp − old_logp`, as
     in `KL`. Use these rewards with a loss that has `kl=None`, so that the penalty counts once.
-    rewards: token-shaped, or one per sequence `[S]`, which is added at the last valid token. The
-    other tensors are token-shaped, and so is the result, which is 0 at masked tokens. cp_group,
+    old_logp, ref_logp, mask and the result: `[B, T]` or `[N]`; masked tokens get 0. rewards: the
+    same shape, or one per sequence `[S]`, which is added at the last valid token. cp_group,
     positions: as in `gae`.
     """
     check_choice("estimator", estimator, ESTIMATORS)

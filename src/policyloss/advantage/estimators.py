@@ -60,7 +60,7 @@ def grpo(
     Source: Shao et al., arXiv 2402.03300; eps and ddof as in verl (TRL: eps 1e-4; open-instruct:
     eps 1e-8, ddof 0).
     Constant group: 0. Group of one: 0, or `r / (1 + eps)` with `single="raw"` (verl).
-    group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
+    group: the process group that a prompt's samples may span, as in `group_advantages`.
     """
     return group_advantages(rewards, group_ids, eps=eps, ddof=ddof, single=single, group=group)
 
@@ -72,7 +72,7 @@ def dr_grpo(
 
     Source: Liu et al., arXiv 2503.20783. Constant group: 0. Group of one: 0, or r with
     `single="raw"`.
-    group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
+    group: the process group that a prompt's samples may span, as in `group_advantages`.
     """
     return group_advantages(rewards, group_ids, scale=None, single=single, group=group)
 
@@ -83,8 +83,8 @@ def rloo(
     """RLOO: `r_i − mean reward of the group's other members = (r_i − μ)·n/(n−1)`.
 
     Source: Ahmadian et al., arXiv 2402.14740. Constant group: 0. Group of one: 0 (verl's
-    rloo_vectorized, SkyRL), or r with `single="raw"` (verl's rloo). group: ranks that a prompt's
-    samples may be spread over, as in `group_advantages`.
+    rloo_vectorized, SkyRL), or r with `single="raw"` (verl's rloo). group: the process
+    group that a prompt's samples may span, as in `group_advantages`.
     """
     return group_advantages(
         rewards, group_ids, center="loo", scale=None, single=single, group=group
@@ -117,13 +117,11 @@ def reinforce_pp(
 ) -> Tensor:
     """REINFORCE++: discounted returns over the valid tokens, whitened over all valid tokens.
 
-    The result is token-shaped.
-
-    rewards: token-shaped (any KL penalty included), or one per sequence `[S]`, which is put on the
-    last valid token. mask: token-shaped.
+    mask and the result: `[B, T]` or `[N]`. rewards: the same shape (any KL penalty included), or
+    one per sequence `[S]`, which is put on the last valid token.
     group: ranks with other sequences, which share the mean and variance, as in `whiten`. cp_group,
     positions: ranks with other tokens of the same sequences, as in `gae`; these ranks share mean
-    and variance too. There are no groups of samples; in a constant batch all advantages are 0.
+    and variance too. Samples are not grouped by prompt. Constant batch: all advantages are 0.
     Source: Hu et al., arXiv 2501.03262; verl's reinforce_plus_plus.
     """
     where = {"cu_seqlens": cu_seqlens, "cp_group": cp_group, "positions": positions}
@@ -158,8 +156,6 @@ def reinforce_pp_baseline(
 def remax(rewards: Tensor, baseline_rewards: Tensor) -> Tensor:
     """ReMax: `r − b`, with b `[S]` the reward of the greedy answer to the same prompt.
 
-    There are no groups.
-
     Source: Li et al., arXiv 2310.10505. For rewards on every token, as in verl:
     `discounted_returns(rewards, mask) − b`.
     """
@@ -183,10 +179,10 @@ def opo(
 ) -> Tensor:
     """OPO: `r − Σ l·r / Σ l` over the group, with l the length.
 
-    This baseline minimises the variance if a gradient's square grows with the length.
+    This baseline minimises the gradient's variance if its squared norm is proportional to l.
     Source: Hao et al., arXiv 2505.23585. Constant group: 0. Group of one: 0, or r with
     `single="raw"` (verl).
-    group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
+    group: the process group that a prompt's samples may span, as in `group_advantages`.
     """
     check_rewards(rewards, group_ids)
     weights = per_sequence("lengths", lengths, rewards)
@@ -205,7 +201,7 @@ def gpg(
     single: Single = "zero",
     group: Any = None,
 ) -> Tensor:
-    """GPG: `α·(r − μ) / f_norm`, with α = S / max(1, number of valid sequences).
+    """GPG: `α·(r − μ) / f_norm`, with α = S / max(1, V) for V valid of S sequences.
 
     valid: "informative" counts the sequences of groups that are not constant (the paper's
     sequences with a gradient), "nonzero" counts the sequences with a reward other than 0 (verl).
@@ -293,7 +289,7 @@ def maxrl(
     The policy gradient then increases the log of the pass rate instead of the pass rate.
     Source: Tajwar et al., arXiv 2602.02710; SkyRL's maxrl, prime-rl's max_rl. Constant group (all
     wrong too): 0. Group of one: 0, or r with `single="raw"` (SkyRL).
-    group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
+    group: the process group that a prompt's samples may span, as in `group_advantages`.
     """
     return group_advantages(rewards, group_ids, scale="mean", eps=eps, single=single, group=group)
 
@@ -307,10 +303,10 @@ def asymre(
     single: Single = "zero",
     group: Any = None,
 ) -> Tensor:
-    """AsymRE: `r − (μ + shift)`. A negative shift counts failures less than successes.
+    """AsymRE: `r − (μ + shift)`. A negative shift weights failures less than successes.
 
-    Constant group: −shift, also for a group of one; with `single="raw"` (Trinity) the latter gets
-    r. group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
+    Constant group: −shift. Group of one: −shift, or r with `single="raw"` (Trinity).
+    group: the process group that a prompt's samples may span, as in `group_advantages`.
     Source: Arnal et al., arXiv 2506.20520; shift as in Trinity-RFT's asymre.
     """
     check_number("shift", shift, finite=True)
@@ -355,13 +351,13 @@ def hierarchical_grpo(
     *,
     group: Any = None,
 ) -> Tensor:
-    """Hierarchical GRPO: `r − mean of r over the same role`, in the episode or in the prompt.
+    """Hierarchical GRPO: `r − mean of r over sequences of the same role`.
 
-    Sequences of a role in `episode_roles` (such as solvers of a problem) are compared inside their
-    episode, all others over the episodes of their prompt. A sequence alone in its role gets 0.
-    group_ids (prompts), episode_ids, role_ids: `[S]`. episode_roles: `[R]` integers. group: the
-    process group that a prompt's samples may span, as in `group_advantages`; all ids mean the same
-    on every rank.
+    For a role in `episode_roles` (such as the solvers of a problem), the mean is over its sequences
+    in the same episode; for any other role, over all episodes of the prompt. A sequence alone in
+    its role gets 0. group_ids (prompts), episode_ids, role_ids: `[S]`. episode_roles: ids, `[R]`.
+    group: the process group that a prompt's samples may span, as in `group_advantages`; an id must
+    mean the same on every rank.
     Source: prime-rl's hierarchical_grpo.
     """
     check_rewards(rewards, group_ids)

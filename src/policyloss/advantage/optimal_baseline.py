@@ -39,23 +39,23 @@ def optimal_token_baseline(
     """Optimal token baseline: `A_t = G_t − Σ_i W_t·G_t / (Σ_i W_t + eps)`.
 
     The sums run over the sequences of the group that have a token t.
-    G is the reward-to-go and W the squared length of the gradient so far:
+    G is the reward-to-go and W the squared norm of the gradient up to token t:
     `W_t = Σ_{j≤t} w_j²·(1 − 2π_j + Σ_v π_v²)`, where π_j is the probability of the sampled token
-    and Σ_v π_v² runs over the vocabulary; the term is ‖onehot − π‖², the squared gradient of logp
-    in the logits. So the baseline is the mean return of the group at that token, weighted by
-    gradient variance.
+    and Σ_v π_v² runs over the vocabulary; the bracket is ‖onehot − π‖², the squared gradient of
+    logp with respect to the logits. So the baseline is the mean return of the group at that token,
+    weighted by W.
 
     rewards: `[B, T]`, or one per sequence `[B]`, which is put on the last valid token. group_ids:
     `[B]`. mask, old_logp, sum_pi_squared (`Σ_v π_v²`) and weights w (of a rollout correction, 1 by
     default): `[B, T]`. The result is `[B, T]`, 0 at masked tokens, without gradient.
     zero_tail: at the tokens that only the group's longest sequence has, its own return would be its
     baseline and A = 0; True uses baseline 0 at these tokens, so that A = G.
-    bridge: True means that token t is the t-th valid token of its sequence, and a sequence without
-    a t-th valid token does not count. False means that token t is column t, as for single turns;
-    the tail then begins at the column whose index is the second-largest count of valid tokens.
+    bridge: True means that token t is the t-th valid token of its sequence. False means that token
+    t is column t, as for single turns; the longest sequence's tail (see zero_tail) then begins at
+    column n, with n the second-largest number of valid tokens in the group.
     A group of one has baseline 0. The dtype is that of the inputs (float32 for half precision).
-    group: ranks that a prompt's samples may be spread over (T may differ), as in
-    `group_advantages`; ids are global.
+    group: the process group that a prompt's samples may span (T may differ between ranks), as in
+    `group_advantages`; an id must mean the same prompt on every rank.
     cp_group, positions: ranks with other tokens of the same sequences, as in `gae`; only with
     `bridge=True`.
     Source: Li et al., arXiv 2602.07078, with its logit-gradient proxy; verl's

@@ -38,8 +38,8 @@ def passk_max_gap(
     Without the winner, the group's maximum would be lower by exactly that margin; here k is the
     size of the group.
     Source: Tang et al., arXiv 2503.19595; verl's grpo_passk. With a tie for the best, in a constant
-    group and in a group of one (an error in verl), the result is 0. group: ranks that a prompt's
-    samples may be spread over, as in `group_advantages`.
+    group and in a group of one (an error in verl), the result is 0. group: the process
+    group that a prompt's samples may span, as in `group_advantages`.
     """
     _check_passk(rewards, group_ids, scale, eps, ddof)
     dtype = compute_dtype(rewards)
@@ -73,7 +73,7 @@ def passk_combinatorial(
     `A_wrong = (1 − R − C(m−1,k−1)/C(n−1,k−1))/σ`. With k = 1 this is GRPO with ddof 0.
     Source: Chen et al., arXiv 2508.10751 (there for 0/1 rewards). If the best reward is the same in
     all subsets (a constant group, fewer than k wrong), or if n ≤ k, the result is 0.
-    group: ranks that a prompt's samples may be spread over, as in `group_advantages`.
+    group: the process group that a prompt's samples may span, as in `group_advantages`.
     """
     _check_passk(rewards, group_ids, scale, eps, 0)
     check_integer("k", k, 1)

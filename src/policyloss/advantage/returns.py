@@ -27,7 +27,7 @@ KERNEL = "policyloss.functional.gae_kernel"
 
 
 class GAE(NamedTuple):
-    """The result of `gae`: two token-shaped tensors, 0 at masked tokens, without gradient."""
+    """The result of `gae`: two tensors `[B, T]` or `[N]`, 0 at masked tokens, without gradient."""
 
     advantages: Tensor
     returns: Tensor
@@ -105,8 +105,8 @@ def discounted_returns(
 ) -> Tensor:
     """`G_t = r_t + γ·G_{t+1}` over the valid tokens of each sequence; with γ = 1, the reward-to-go.
 
-    mask: token-shaped. rewards: token-shaped, or one per sequence `[S]`, which is put on the last
-    valid token. The result is token-shaped, 0 at masked tokens. cp_group, positions: as in `gae`.
+    mask and the result: `[B, T]` or `[N]`; masked tokens get 0. rewards: the same shape, or one per
+    sequence `[S]`, which is put on the last valid token. cp_group, positions: as in `gae`.
     """
     _check_discount("gamma", gamma)
     check_tensor("rewards", rewards)

@@ -37,7 +37,7 @@ def soft_overlong(lengths: Tensor, limit: float, buffer: float, coef: float = 1.
 
 @torch.no_grad()
 def mask_truncated(mask: Tensor, truncated: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """`mask` without the sequences that were cut at the token limit. Token-shaped, bool.
+    """`mask` without the sequences that were cut at the token limit; bool.
 
     Pass this mask to `Totals.count`, not the original mask: otherwise the average still divides by
     the tokens of the cut sequences.

@@ -132,9 +132,8 @@ def turn_gae(
     """GAE with one timestep per turn: `gae` over turns, with the value at a turn's first token.
 
     All tokens of a turn have its advantage, and its return is the target of the critic at each of
-    them. Do not put a per-token penalty, such as a KL, into `rewards`: add it to the advantages,
-    where it stays with its token. Shapes: see `policyloss.advantage`. lam, last_values: as in
-    `gae`.
+    them. The rewards within a turn are summed, so add a per-token penalty, such as a KL, to the
+    advantages instead. Shapes: see `policyloss.advantage.turns`. lam, last_values: as in `gae`.
     Source: AReaL, gae_timestep_unit="turn".
     """
     turns = _Turns.of(turn_ids, rewards, cu_seqlens, cp_group, positions, values=values)
@@ -157,7 +156,7 @@ def turn_returns(
 ) -> Tensor:
     """`G_k = r_k + γ·G_{k+1}` over the turns of each sequence: one discount per turn.
 
-    Shapes: see `policyloss.advantage`.
+    Shapes: see `policyloss.advantage.turns`.
     """
     turns = _Turns.of(turn_ids, rewards, cu_seqlens, cp_group, positions)
     return turns.per_token(turns.returns(gamma))
@@ -181,7 +180,7 @@ def turn_loo(
     G_{j,k} is the return of trajectory j from its turn k on (see `turn_returns`). If no other
     trajectory of the group has a turn k, the baseline is 0.
     The baseline depends on nothing that trajectory i did, so the policy gradient
-    `Σ_k ∇log π(turn k)·A_{i,k}` is unbiased, also if the policy decides when to stop; docs/turns.md
+    `Σ_k ∇log π(turn k)·A_{i,k}` is unbiased, even if the policy decides when to stop; docs/turns.md
     has the proof. Use it with an average that does not divide by lengths or numbers of turns
     (`SeqMeanTokenSum`, `SeqMeanTokenSumNorm`), because these depend on the actions, too.
     group_ids: `[S]`, the prompt of each trajectory. Shapes and group: see
@@ -212,12 +211,12 @@ def mt_grpo(
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """MT-GRPO: `A_{i,k} = Â(outcome_i) + coef·Σ_{l≥k} Â(r_{i,l})`, over all turns but the last.
+    """MT-GRPO: `A_{i,k} = Â(outcome_i) + coef·Σ_{l≥k} Â(r_{i,l})`, summed without the last turn.
 
-    Â is relative to the group: `Â(outcome)` over its trajectories, `Â(r_l)` over those of them that
+    Â is `group_advantages`: `Â(outcome)` over the trajectories of a group, `Â(r_l)` over those that
     have a turn after turn l. outcomes: `[S]`. rewards: those of the turns; a last turn's reward is
     ignored. scale, eps: as in `group_advantages`.
-    **The gradient is biased if the policy decides when to stop**: a trajectory that goes on
+    **The gradient is biased if the policy decides when to stop**: each turn that a trajectory adds
     subtracts one more mean, so the baseline depends on the action. docs/turns.md has the size of
     the bias in an example; `turn_loo` has no bias.
     Shapes and group: see `policyloss.advantage.turns`.
@@ -257,11 +256,11 @@ def gigpo(
 ) -> Tensor:
     """GiGPO: `A_{i,k} = Â(R_i) + omega·Â(G_{i,k})`.
 
-    R_i is the sum of the rewards of trajectory i; Â compares it with its group. G_{i,k} is the
-    discounted sum of rewards from turn k on; Â compares it with all turns of the group that began
-    in the same state, and is 0 for a state that occurs once.
-    state_ids: token-shaped integers, read at the first token of each turn: equal ids mean equal
-    states of the environment. scale, eps: as in `group_advantages`. Shapes and group: see
+    Â is `group_advantages`. R_i, the sum of the rewards of trajectory i, is relative to its prompt
+    group. G_{i,k}, the discounted sum of its rewards from turn k on, is relative to all turns of
+    the group that began in the same state; Â is 0 for a state that occurs once.
+    state_ids: `[B, T]` or `[N]` integers, read at the first token of each turn: equal ids mean
+    equal states of the environment. scale, eps: as in `group_advantages`. Shapes and group: see
     `policyloss.advantage.turns`.
     Source: arXiv 2505.10978; defaults as in Trinity-RFT.
     """
@@ -286,8 +285,8 @@ def _relative(x: Tensor, ids: Tensor, scale: Scale, eps: float) -> Tensor:
 def adaptive_lam(lengths: Tensor, alpha: float = 0.05) -> Tensor:
     """`λ = 1 − 1/(α·L)` of each sequence, at least 0, for `gae(…, lam=…)`.
 
-    lengths: `[S]`, the number of valid tokens in each sequence, or of turns for `turn_gae`. GAE's
-    weights `λ^l` of the δ then sum to about αL, so a long sequence is bootstrapped less.
+    lengths: `[S]`, the number of valid tokens in each sequence, or of turns for `turn_gae`. The
+    weights `λ^l` in GAE then sum to about αL, so a longer sequence relies less on the critic.
     Source: VAPO, arXiv 2504.05118, with α = 0.05.
     """
     check_tensor("lengths", lengths)

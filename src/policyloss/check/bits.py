@@ -150,8 +150,9 @@ def bits_check(
     *,
     against: LogProbFunction | Sequence[Any] | None = None,
 ) -> BitsReport:
-    """Check that `fn` returns the same bits for a sequence alone and at any index of any batch, and
-    find the first token whose bits differ from another engine's.
+    """Check that the bits of a sequence's log-probabilities do not depend on the rest of its batch.
+
+    With `against`, also find the first token whose bits differ from another engine's:
 
         print(pl.bits_check(logprobs_of_trainer, sequences, against=logprobs_of_engine))
 

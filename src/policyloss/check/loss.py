@@ -107,15 +107,16 @@ class FrozenStopGradients(TorchFunctionMode):
 def check_loss(loss: AnyLoss, *, base: LossSpec | str | None = None, seed: int = 0) -> CheckReport:
     """Test your own loss for the properties that every loss of the library has.
 
-    loss: a per-token function of `Tokens` (it goes into the `trust` slot of `base`, PPO by
-    default), a whole `LossSpec` with callables in any slot, or a preset's name. The properties, in
-    float64 on small ragged batches: the loss runs and returns one finite number per token; autograd
-    agrees with finite differences (stop-gradients held constant); at ratio 1 the surrogate alone
-    makes tokens with A > 0 more likely and tokens with A < 0 less likely; clipping never stops the
-    gradient of a token whose probability moved against its advantage; the weights of corrections
-    carry no gradient and do not fall as `old_logp - rollout_logp` rises; a KL pulls toward its
-    anchor; garbage at masked positions, row order, packing, any split into micro-batches and an
-    empty batch change nothing; half precision is upcast first; the same inputs give the same bits.
+    loss: a per-token function of `Tokens` (it becomes the `trust` part of `base`, PPO by default),
+    a whole `LossSpec` with callables in any field, or a preset's name. The properties, in float64
+    on small ragged batches: the loss runs and returns one finite number per token; autograd agrees
+    with finite differences (stop-gradients held constant); at ratio 1 the loss without KL and
+    entropy makes tokens with A > 0 more likely and tokens with A < 0 less likely; clipping never
+    stops the gradient of a token whose probability moved against its advantage; the weights of
+    corrections carry no gradient and do not fall as `old_logp - rollout_logp` rises; a KL pulls
+    toward its reference policy; garbage at masked positions, row order, packing and any split into
+    micro-batches change nothing; an empty batch gives 0; half precision is upcast first; the same
+    inputs give the same bits.
     The check runs in one process and returns a report: print it, or assert it.
     """
     if several_ranks():

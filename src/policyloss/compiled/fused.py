@@ -86,7 +86,7 @@ def explain_path(
     metrics: MetricsLevel = "all",
     **tensors: Unpack[CallTensors],
 ) -> str:
-    """Whether `policy_loss` runs fused or eager for these arguments, and why, in a sentence."""
+    """A sentence: whether `policy_loss` runs as fused Triton kernels or eagerly here, and why."""
     check_level(metrics)
     spec, inputs = ready_spec(spec), Inputs.of(logp, old_logp, advantages, mask, tensors)
     check_gradients(spec, inputs)

@@ -312,11 +312,11 @@ def exact(on: bool = True) -> _Block:
     """Within this context equal inputs give equal bits: `with policyloss.exact(): …`.
 
     The log-probability, entropy and gradient of a token do not depend on the other tokens. The loss
-    and metrics of a step do not depend on how the step was split into calls, padded or packed, or
-    spread over processes. `docs/bits.md` lists the guarantees, the cost, and the exceptions.
+    and metrics of a step do not depend on its split into micro-batches, on padding or packing, or
+    on the number of processes. `docs/bits.md` lists the guarantees, the cost, and the exceptions.
     on: False turns the mode off within the context. The mode applies to all threads of the process,
     like torch's deterministic algorithms; if several contexts are open, in any threads, the one
-    entered last decides. A backward keeps the mode of its forward. `@policyloss.exact()` above a
+    entered last decides. A backward runs in the mode of its forward. `@policyloss.exact()` above a
     function runs each call of that function in such a context.
     """
     check_flag("on", on)

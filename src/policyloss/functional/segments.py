@@ -128,11 +128,11 @@ def _rises(cu_seqlens: Tensor, n: int) -> Tensor:
 class Sequences:
     """Sums over sequences, and the expansion to tokens, for padded rows and for packs.
 
-    `offsets` and `ids` are None for padded rows. Make one with
-    `Sequences.of(tokens, cu_seqlens, cp_group)`.
-    `invalid`: None if the offsets were checked; where the check would have to wait for the device,
-    a tensor that is 1 if the offsets are wrong, else 0. Wrong offsets are replaced, so that nothing
-    reads beyond the tokens: the first sequence then holds all tokens.
+    Make one with `Sequences.of(tokens, cu_seqlens, cp_group)`. offsets: `cu_seqlens`. ids: each
+    token's sequence index, `[N]`. Both are None for padded rows.
+    invalid: None if the offsets were checked. If the check needs a host sync, it is deferred, and
+    invalid is a tensor: 1 if the offsets are wrong, else 0. Wrong offsets are replaced, so that no
+    index is out of range: the first sequence then holds all tokens.
     """
 
     shape: tuple[int, ...]
@@ -149,7 +149,7 @@ class Sequences:
         cp_group: Any = None,
         called: str = "tokens",
     ) -> Sequences:
-        """The layout of `tokens` (`called` so in errors): `[B, T]`, or `[N]` with `cu_seqlens`."""
+        """The layout of tokens, `[B, T]` or `[N]` with `cu_seqlens`. called: its name in errors."""
         check_group("cp_group", cp_group)
         check_tensor(called, tokens)
         if cu_seqlens is None:
@@ -178,12 +178,12 @@ class Sequences:
     def with_clear_shape(self, x: Tensor, called: str) -> Tensor:
         """`x`, one number per token or per sequence, in a shape that is not ambiguous.
 
-        If a pack has as many tokens as sequences, `[N]` and `[S]` are the same shape, and the two
-        meanings agree only if every sequence has one token. Then `x` becomes `[1, N]`; otherwise,
-        and if lengths cannot be read without waiting for the device, it is an error.
-        With a context-parallel group N is the size of a shard, which differs from rank to rank: an
-        error that depends on it would leave the other ranks waiting. So there a pack's 1-D numbers
-        are one per token, and one per sequence is `[S, 1]`.
+        If a pack has as many tokens as sequences, `[N]` and `[S]` are the same shape. If every
+        sequence has one token, both meanings agree, and `x` becomes `[1, N]`. Otherwise, or if the
+        lengths cannot be read without a host sync, it is an error.
+        With a context-parallel group, N is the size of a shard and differs between ranks; an error
+        on some ranks alone would leave the others waiting. So a 1-D `x` of a pack is then always
+        one number per token; one per sequence must be `[S, 1]`.
         """
         n = self.shape[0]
         if self.offsets is None or x.dim() != 1:
@@ -211,9 +211,7 @@ class Sequences:
     def sum(self, x: Tensor) -> Tensor:
         """Per-sequence sums of `x`, over all ranks of the context-parallel group.
 
-        `x` token-shaped → `[S]`.
-
-        The sums of flags and integers are exact int64 counts.
+        `x` `[B, T]` or `[N]` → `[S]`. The sums of flags and integers are exact int64 counts.
         """
         return arithmetic().sequence_sum(x, self)
 
@@ -222,7 +220,7 @@ class Sequences:
         return arithmetic().sequence_sums(xs, self)
 
     def sum_here(self, x: Tensor) -> Tensor:
-        """Per-sequence sums of this rank's tokens, in torch's order."""
+        """Per-sequence sums of this rank's tokens, by torch's own sum even within `exact()`."""
         if self.offsets is None or self.ids is None:
             return x.sum(dim=-1, dtype=sum_dtype(x))
         return segment_sum(x.reshape(-1), self.offsets, self.ids)
@@ -245,11 +243,11 @@ class Sequences:
         return s if self.cp_group is None else all_max(s, self.cp_group)
 
     def expand(self, s: Tensor) -> Tensor:
-        """Assign to each token the number of its sequence. `[S]` → token-shaped."""
+        """Copy each sequence's number to its tokens. `[S]` → `[B, T]` or `[N]`."""
         return arithmetic().expand(s, self) if s.requires_grad else self.spread(s)
 
     def spread(self, s: Tensor) -> Tensor:
-        """`expand`, whose adjoint sums in torch's order."""
+        """`expand`, but its backward uses torch's own sum even within `exact()`."""
         if self.offsets is None or self.ids is None:
             return s.unsqueeze(-1).expand(self.shape)
         spread: Tensor = _Spread.apply(s, self.offsets, self.ids)  # type: ignore[no-untyped-call]
@@ -258,7 +256,7 @@ class Sequences:
     def runs(self, mask: Tensor) -> Sequences:
         """The same tokens of this rank, split into the contiguous runs of `mask` (turns).
 
-        A masked token belongs to the run before it, where it adds nothing. There are at most as
+        A masked token belongs to the run before it; set it to 0 in sums. There are at most as
         many runs as tokens, so the shapes do not depend on the data and nothing is read back to the
         host; unused runs are empty.
         """

@@ -159,11 +159,11 @@ def explain_plan(
     teacher: Teacher | TopK | Tensor | None = None,
     **arguments: Any,
 ) -> Plan:
-    """The plan that `linear_policy_loss` would use with the same arguments, and the reason for it.
+    """The `Plan` (method, windows, memory, reason) of `linear_policy_loss` with these arguments.
 
     No logits are computed. With spec None, the result is the plan of `linear_logprobs`, or of
-    `linear_divergence` if there is a `teacher`; old_logp and advantages are then not needed. This
-    waits for the device, to count the rows. With `vocab_group`, every rank must call this function.
+    `linear_divergence` if there is a `teacher`; old_logp and advantages are then not needed. The
+    number of rows is read from the device (a sync). With `vocab_group`, call it on every rank.
     """
     of_head = {name: arguments.pop(name) for name in HEAD_OPTIONS if name in arguments}
     head, sources, rows = head_and_sources(hidden, weight, ids, mask, **of_head)

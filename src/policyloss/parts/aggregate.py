@@ -78,7 +78,7 @@ class _OverHorizon(_Average, Part):
 
 @dataclass(frozen=True)
 class TokenMean(_Average):
-    """Every token counts the same: `1 / N` (DAPO)."""
+    """Every token counts the same: `1 / N` for N valid tokens in the step (DAPO)."""
 
     divides_by: ClassVar[str] = "tokens"
     words = "every token of the step counts the same"
@@ -160,7 +160,7 @@ class TokenSumNorm(_OverHorizon):
     """Legacy: the sum over all tokens, divided by `horizon`, without a mean over sequences.
 
     ROLL and Trinity use it.
-    horizon: as in `SeqMeanTokenSumNorm`; None means that it is not set yet.
+    horizon: the generation budget in tokens; None: set later with `LossSpec.with_horizon`.
     """
 
     words = "token sums over {constant}, not averaged over sequences"
@@ -216,10 +216,10 @@ def _tokens_of_group(groups: GroupTokens, group_ids: Tensor, dtype: torch.dtype)
 @dataclass(frozen=True)
 class TurnMean(_Factored):
     """The mean over sequences of the mean over their turns of the mean over each turn's tokens:
-    token weight `1 / (B·K_i·L_k)` in turn k (L_k tokens) of the K_i turns of sequence i.
+    token weight `1 / (B·K_i·L_k)` for B sequences, K_i turns in sequence i, L_k tokens in turn k.
 
-    Turns as in `SegmentRatio`: runs of the mask, or `turn_ids`. Pass each token's agent number as
-    `turn_ids` to weight the agents of a sequence equally.
+    A turn is a run of valid tokens or, with `turn_ids`, a sequence's valid tokens of equal id. Pass
+    each token's agent number as `turn_ids` to weight the agents of a sequence equally.
     """
 
     divides_by: ClassVar[str] = "sequences"
@@ -239,9 +239,9 @@ class TurnMean(_Factored):
 
 @dataclass(frozen=True)
 class WeightMean(_Average):
-    """Every unit of weight counts the same: `1 / W`, with W the sum of `weights` over the step.
+    """The weighted mean over tokens: `w / W` for a token of weight w.
 
-    A token of weight w has the share `w / W`. It needs the argument `weights`.
+    W is the sum of the argument `weights` over the valid tokens of the step.
     """
 
     words = "every token counts by its weight, as a share of all weights of the step"

@@ -398,7 +398,7 @@ class Stale(Part):
 
 @dataclass(frozen=True)
 class TruncateRatio(Part):
-    """Bound the ratio ρ of current to rollout policy: the weight is `clamp(ρ, low, high)/ρ`.
+    """Bound the ratio ρ of current to rollout policy, by the token weight `clamp(ρ, low, high)/ρ`.
 
     ρ = exp(logp − rollout_logp), without gradient, its logarithm clamped to ±20. Use it with the
     ratio `TokenRatio(anchor="rollout")` if the parameters of the old policy are gone, so that

@@ -73,9 +73,9 @@ class Unbounded(TrustPart):
 
     form="ratio": `-A·r` (importance sampling). The other forms read no ratio. Two have REINFORCE's
     gradient: "logp": `-A·logp` (GPG; with A = 1 the cross-entropy), and "current":
-    `-A·exp(logp - sg[logp])`, where sg stops the gradient, so the value is `-A` (UP-GRPO). The
-    other two scale it, with p = exp(logp): "probability": `-A·sg[p]·logp` (DFT), and "uncertainty":
-    `-A·sg[p·(1 - p)]·logp` (CHORD).
+    `-A·exp(logp - sg[logp])`, where sg stops the gradient, so the value is `-A` (UP-GRPO). Two
+    more scale that gradient, with p = exp(logp): "probability": `-A·sg[p]·logp` (DFT), and
+    "uncertainty": `-A·sg[p·(1 - p)]·logp` (CHORD).
     """
 
     form: Literal["ratio", "logp", "current", "probability", "uncertainty"] = "ratio"
@@ -91,7 +91,7 @@ class Unbounded(TrustPart):
 
     @property
     def reads_ratio(self) -> bool:
-        """Whether the loss uses the ratio slot's ratio."""
+        """Whether the loss uses the probability ratio r."""
         return self.form == "ratio"
 
     def sentence(self) -> str:

@@ -210,7 +210,7 @@ class TwoSidedClip(TrustPart):
         return f"{_stops(1 - self.eps_low, first)}; {negative}"
 
     def note_beside(self, other: object) -> str:
-        """A remark on this trust region compared with another, or ""."""
+        """The remark of `diff` on this trust region and `other`, or ""."""
         dual = Clip(self.eps_low, self.eps_high, dual=self.delta)
         if other != dual or self.delta < 1 + self.eps_high:
             return ""
