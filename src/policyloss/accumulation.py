@@ -65,13 +65,13 @@ def accumulate(
     `[N]`; the loss ignores other entries, such as "ids". Every rank of `group` yields the same
     number of micro-batches, because the forward of a sharded model is a collective: for a rank that
     has fewer, the iteration repeats its last one with an all-False mask, which adds nothing.
-    With a `Mixture`, the masks of its streams are in `extras`, and each stream is counted.
+    With a `Mixture`, each mapping's `extras` holds the masks of the streams; all are counted.
     group, cp_group, dp_size: as in `Totals.count`. Counting takes one collective over `cp_group`,
     one over `group`, and a second one over `group` if there are `group_ids`; one more over each
     group if the loss divides by weights (`WeightMean`).
     logp: a function that takes a micro-batch and returns its current log-probabilities, in the
     shape of its mask. It is required if `spec.needs_statistics`: `accumulate` then calls it once
-    for every micro-batch, without gradient, and `measure` computes the totals from the results.
+    for every micro-batch, without gradient, and computes the totals from the results.
     metrics: which metrics `micro.loss` computes, as in `policy_loss`.
     """
     spec = ready_loss(spec)

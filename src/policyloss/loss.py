@@ -61,7 +61,8 @@ def policy_loss(
     share_t is the token's share of the average, such as 1/tokens. `spec.kl` may hold several parts;
     each adds its own `coef · kl_t`. `weights` multiply the sum in parentheses.
 
-    Shapes: tokens are padded `[B, T]`, or packed `[N]` with `cu_seqlens` `[S+1]`; S sequences.
+    "Token-shaped" tensors are padded `[B, T]`, or packed `[N]` with `cu_seqlens` `[S+1]`. There are
+    S sequences.
 
     - `logp`, `old_logp`, `rollout_logp`, `ref_logp`, `teacher_logp`, `entropy`, `divergence` and
       `mask` are token-shaped. `logp`, `entropy` and `divergence` (between the teacher's and the
@@ -85,15 +86,14 @@ def policy_loss(
       valid token once.
     - `turn_ids` are token-shaped integers, the turn of each token in its sequence, and −1 at tokens
       that the environment wrote, where `mask` must be False. `SegmentRatio` and `TurnMean` read
-      them; without them, a turn is an unbroken run of the mask.
+      them; without them, a turn is an unbroken run of tokens with mask True.
     - `ages` are token-shaped integers, as in `Mismatch`: the version of the current weights minus
       that of the weights that sampled the token. A version may count updates or steps. `Stale`
       and `old_logp="loglinear"` read them.
     - `totals` are the counts of the whole optimizer step (`Totals.count`). None or "local": this
-      call is the whole batch (None is an error if there are other ranks). With `cp_group`, the
-      calls of all its ranks together are the whole batch, and the training engine must sum their
-      losses and gradients (if it averages over these ranks instead, pass `Totals.count(mask,
-      cp_group=…)`).
+      call holds the whole batch (None is an error if there are other ranks), or with `cp_group`,
+      the calls of its ranks do together; the training engine must then sum their losses and
+      gradients (if it averages over these ranks instead, pass `Totals.count(mask, cp_group=…)`).
     - `cp_group` is the process group over which each sequence's tokens are spread (context
       parallel). `positions` are token-shaped integers, each token's index in its whole sequence.
       Only parts that depend on the order of tokens (such as turns without `turn_ids`) read
@@ -343,14 +343,14 @@ def measure(
     dp_size: int | None = None,
     **tensors: Unpack[CallTensors],
 ) -> Totals:
-    """The totals of a whole step, for a loss whose normalisation needs more than the numbers of
-    valid tokens and sequences.
+    """The `Totals` (counts and statistics) of a whole optimizer step, for a loss that needs more
+    than the numbers of valid tokens and sequences.
 
     Pass this rank's tensors of *all* micro-batches, concatenated (logp from a forward without
     gradient), then pass the result as `totals=` to `policy_loss` on each micro-batch: the gradient
-    is the same however the batch is split. These losses need it: a `rejected=` other than "keep"
-    (the kept tokens must be counted), `SelfNormalise`, `MomentBudget`, `CovClip` and `CovKL`, and a
-    `Mixture` (each of its streams gets its own totals). For other specs the result equals
+    is the same however the batch is split. Losses with these parts need it: `rejected=` other than
+    "keep" (the kept tokens must be counted), `SelfNormalise`, `MomentBudget`, `CovClip` or `CovKL`;
+    also a `Mixture` (each of its streams gets its own totals). For other specs the result equals
     `Totals.count`. Arguments as in `policy_loss` and `Totals.count`.
     """
     inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)

@@ -73,9 +73,9 @@ class TopK:
         return cls(ids.gather(-1, order), logp.gather(-1, order))
 
     def counts(self, size: int, valid: Tensor | None) -> Tensor:
-        """Four counts `[4]` of tokens: with ids outside a vocabulary of `size`, with ids that do
-        not rise, with a log-probability above 0, with a mass above 1. valid: the tokens that count,
-        flat.
+        """The numbers of invalid tokens, `[4]`: with ids outside a vocabulary of `size`, with ids
+        not strictly ascending, with a log-probability above 0 (or NaN), and with probabilities
+        that sum to more than 1. valid: the flattened mask, or None for all tokens.
         """
         k = self.ids.shape[-1]
         ids, logp = self.ids.reshape(-1, k), self.logp.detach().reshape(-1, k).float()

@@ -56,13 +56,13 @@ def value_loss(
 
     v are `values`, R `returns`, v₀ `old_values`; f(e) is `½e²` or Huber's loss.
 
-    values (carries the gradient), returns, old_values, mask: token-shaped, `[B, T]` or packed `[N]`
+    values (carries the gradient), returns, old_values, mask: per token, `[B, T]` or packed `[N]`
     with `cu_seqlens`.
-    clip: once v is farther than this from `old_values`, moving it further lowers the loss no more;
-    None for no clipping (`old_values` may then be None). boundary: the slope of the clamp exactly
-    at a bound, "pass" (1, as `torch.clamp`) or "half" (½, as `max(min(…))` in verl; half-precision
+    clip: once v is farther than this from `old_values`, moving it further no longer lowers the
+    loss; None: no clipping (`old_values` may then be None). boundary: the clamp's slope exactly at
+    a bound, "pass" (1, as `torch.clamp`) or "half" (½, as `max(min(…))` in verl; half-precision
     values often equal a bound). kind: "mse" (`½e²`), or "huber" with `huber_delta`. aggregate: as
-    in `LossSpec`, `TokenMean()` by default. weights: factors of the tokens' losses; only
+    in `LossSpec`, `TokenMean()` by default. weights: factors on the loss of each token; only
     `WeightMean` also divides by their sum. Of the metrics, only `loss` is weighted. totals,
     cp_group, group_ids, turn_ids: as in `policy_loss`.
     Metrics: loss, tokens, `value_mean`, `return_mean`, `value_error` (mean |v − R|),

@@ -37,7 +37,7 @@ logger = logging.getLogger("policyloss_lab")
 
 
 class RunHaltedError(PolicyLossError):
-    """The doctor found a cause that `halt_on` names. cause: its name."""
+    """An `Attachment` stops the run: it found `cause`, a name in `halt_on`."""
 
     def __init__(self, cause: str, text: str) -> None:
         super().__init__(text)
@@ -69,11 +69,11 @@ def never_fails(
 
 
 class Attachment:
-    """It records a running trainer, and runs the doctor on the records; `attach` makes it.
+    """Records a running trainer and diagnoses it (`doctor`, `doctor_run`); `attach` returns it.
 
     path: the run directory, which holds the report page, report.html. findings: the causes and
-    symptoms found so far, by name. halt: (cause, sentence), once a cause of `halt_on` is found.
-    active: whether it is recording. It is a context manager, and detaches on exit.
+    symptoms found so far, by name. halt: (name, sentence), once one in `halt_on` is found.
+    active: whether it is recording. As a context manager, it detaches on exit.
     """
 
     def __init__(
@@ -110,20 +110,20 @@ class Attachment:
     def step(
         self, metrics: Mapping[str, Any] | Metrics, *, step: int | None = None, **batch: Any
     ) -> None:
-        """Record a step of a loop of your own; raises `RunHaltedError` on a verdict of `halt_on`.
+        """Record a step of your own loop; raises `RunHaltedError` if a finding is in `halt_on`.
 
         metrics: {name: number}; other values are left out. step: by default, the one after the
         last. batch: tensors `[B, T]` under the names of `Recorder.completions` (ids, mask, logp,
         old_logp, rollout_logp, ref_logp, advantages), `[B]` (advantages, rewards), and prompts, a
-        list of texts or of lists of ids. Everything may be left out; the doctor needs rollout_logp
-        and old_logp or logp.
+        list of texts or of lists of ids. All are optional, but the doctor needs rollout_logp and
+        old_logp or logp.
         """
         step = self.next_step if step is None else step
         self.observe(step, lambda: split_rows(batch))
         self.finish_step(step, lambda: metrics)
 
     def finish_step(self, step: int, metrics: Callable[[], Mapping[str, Any] | Metrics]) -> None:
-        """Log and examine a step; raises `RunHaltedError` on a verdict of `halt_on`."""
+        """Log and examine a step; raises `RunHaltedError` if a finding is in `halt_on`."""
         self.next_step = step + 1  # on a rank that has failed, too: all examine the same steps
         self.log(step, metrics)
         if halt := self.examine(step):
@@ -132,7 +132,7 @@ class Attachment:
 
     @never_fails
     def observe(self, step: int, rows: Callable[[], list[Row]]) -> None:
-        """Keep completions of the step if it is examined. rows: called only then."""
+        """Keep completions of the step, if it will be examined; only then is `rows()` called."""
         if self._recorder and self._is_due(step):
             kept = sum(map(_length, self._rows))
             for row in rows() if kept < TOKENS else ():
@@ -150,7 +150,7 @@ class Attachment:
             self._numbers |= plain_numbers(metrics())
 
     def examine(self, step: int) -> tuple[str, str] | None:
-        """Run the doctor if it is time; returns `halt`, on every rank alike."""
+        """Run the doctor if the step is due (`every`); returns `halt`, the same on every rank."""
         if self._left or not self._is_due(step):
             return None
         self._examine(step)
@@ -161,7 +161,7 @@ class Attachment:
         return self.halt
 
     def detach(self) -> None:
-        """Examine the log once more, write the page, close the files, and leave the trainer."""
+        """Examine the log once more, write the page, close the files, and unhook the trainer."""
         self._finish()
         self.active, self._left = False, True
         self._unhook()

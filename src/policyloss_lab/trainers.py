@@ -33,15 +33,15 @@ def attach(
     halt_on: str | Sequence[str] = (),
     decode: Decode | None = None,
 ) -> Attachment:
-    """Record a run, diagnose it while it trains, and halt it on a verdict of `halt_on`.
+    """Record a run, diagnose it while it trains, and halt it if a finding is in `halt_on`.
 
     trainer: TRL's `GRPOTrainer`; verl's actor worker, or its `RayPPOTrainer`; OpenRLHF's
     `ActorPPOTrainer` or the actor that holds it; Tinker's `TrainingClient`; None for your own loop,
     which calls the attachment's `step`. out: a folder that holds no run yet; by default, a new one
     in `runs/`. every: the steps 1, 1 + every, 1 + 2·every, … are examined: the doctor reads their
-    tokens and all metrics so far, and a few completions are stored. halt_on: names of verdicts
-    (docs/doctor.md). TRL then stops after the step; the others raise `RunHaltedError`. decode: a
-    function that turns a list of ids into text; by default, the trainer's tokenizer decodes.
+    tokens and all metrics so far, and a few completions are stored. halt_on: names of causes or
+    symptoms (docs/doctor.md) that halt the run: TRL stops after the step; the others raise
+    `RunHaltedError`. decode: turns a list of ids into text; by default, the trainer's tokenizer.
 
     The attachment changes no training result. An error in the attachment is logged once, and the
     run continues without it. Only the first rank records.

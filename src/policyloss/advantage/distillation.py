@@ -111,13 +111,12 @@ def prefix_weights(
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """`w_t = 1 + γ·(1 − Σ_{k<t}|A_k| / Σ_k|A_k|)` over the valid tokens of each sequence.
+    """Factors w for the advantages of `opd`, smaller after student and teacher have diverged.
 
-    advantages: the result of `opd`; |A| measures how far teacher and student differ. Multiply the
-    advantages by w. w is smaller if the two already differed on earlier tokens: it falls from 1 + γ
-    at the first valid token to 1 + γ·|A_T|/Σ|A| at the last. Masked tokens are skipped and get 0.
-    If every A of a sequence is 0, w is 1 + γ.
-    advantages, mask and the result are token-shaped. cp_group, positions: as in `gae`.
+    `w_t = 1 + γ·(1 − Σ_{k<t}|A_k| / Σ_k|A_k|)` over the valid tokens of each sequence.
+    |A| measures how far the two differ: w falls from 1 + γ at the first valid token to
+    1 + γ·|A_T|/Σ|A| at the last. Masked tokens get 0. If every A of a sequence is 0, w is 1 + γ.
+    advantages, mask and the result are `[B, T]` or `[N]`. cp_group, positions: as in `gae`.
     """
     check_number("gamma", gamma, least=0, finite=True)
     check_tensor("advantages", advantages, "float")

@@ -94,11 +94,11 @@ def rloo(
 def grpo_loo(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6, group: Any = None) -> Tensor:
     """Leave-one-out GRPO: `(r_i − mean of the others) / (std of the others + eps)`.
 
-    The others are the group's other rewards; their standard deviation divides by their number − 1.
+    The others are the group's other rewards; their standard deviation uses ddof=1.
     Source: NeMo-RL's GRPO with its default leave-one-out baseline. If the others are all equal (for
-    the only winner of a group, or in a group of two), their std is 0, and `r_i − mean of the
-    others` is not divided. (E[x²] − E[x]² in float32 would leave a rounding residue there, and
-    dividing by it would inflate the advantage by thousands.) Constant group, group of one: 0.
+    the only winner of a group, or in a group of two), their std is exactly 0 here (a rounding
+    residue would inflate the advantage by thousands), and `r_i − mean of the others` is not
+    divided. Constant group, group of one: 0.
     group: the process group that a prompt's samples may span, as in `group_advantages`.
     """
     return group_advantages(rewards, group_ids, center="loo", scale="loo_std", eps=eps, group=group)
@@ -236,13 +236,12 @@ def gdpo(
     single: Single = "zero",
     group: Any = None,
 ) -> Tensor:
-    """GDPO, for K rewards: normalised in their groups, summed with weights, whitened.
+    """GDPO: normalise K rewards per group, sum them with weights, and whiten over the batch.
 
-    Each reward is normalised as `(r_k − μ_k)/(σ_k + eps)`.
+    Each reward is normalised as `(r_k − μ_k)/(σ_k + eps)`, or with scale=None as `r_k − μ_k`.
     rewards: `[S, K]`; the result is `[S]`. weights: K numbers, 1 by default. lengths: `[S]`, the
-    number of tokens; with it, the whitening counts each sequence once per token, as verl does;
-    without it, once per sequence. group: ranks that share the statistics of prompts and the
-    whitening, as in `group_advantages`.
+    numbers of tokens: the whitening weights each sequence by its length, as verl does; without
+    lengths, equally. group: ranks that share the batch, as in `group_advantages`.
     Source: Liu et al., arXiv 2601.05242. A reward that is constant in a group adds 0 there; a group
     of one adds 0, or r with single="raw".
     """

@@ -152,21 +152,19 @@ def group_advantages(
     rewards: `[S]`; group_ids: `[S]`, any integers in any order. The result is `[S]`, without
     gradient; S may be 0.
 
-    center, the baseline: "mean" is the group's mean (weighted by `weights` `[S]` if given), "loo"
-    the mean of the *other* members, None is 0. scale, the spread: "std" is the standard deviation
-    of the group, "loo_std" of the other members, "batch_std" of all rewards, each with `ddof`;
-    "mad" is the group's mean absolute deviation, mean |r − μ| (DGPO, arXiv 2601.20614: with it, the
-    sum of |A| over a prompt is its number of samples); "mean" is the group's mean; None does not
-    divide.
-    In a constant group (all rewards exactly equal) the result is exactly 0, and there is no
-    division by a spread of exactly 0, so rounding residue is never amplified. In a group of one the
-    result is 0 (`single="zero"`), or with `single="raw"`, as in verl, the baseline is 0 and the
-    spread 1. A NaN reward makes its whole group NaN.
-    group: the process group whose ranks share the batch; a prompt's samples may lie on several of
-    them (each rank has its own S, which may be 0); the same id must then mean the same prompt on
-    every rank. With context parallel, pass the data-parallel group: ranks that hold the same
-    sequences would count them twice. "local" uses this rank alone, and so does None, with a warning
-    if there are other ranks.
+    center, the baseline: "mean" is the group's mean, "loo" the mean of the *other* members, None
+    is 0. weights `[S]` weight the "mean" baseline, but not the spread.
+    scale, the spread: "std" is the standard deviation of the group, "loo_std" of the other members,
+    "batch_std" of all rewards, each with `ddof`; "mad" is the group's mean |r − μ| (DGPO, arXiv
+    2601.20614: the sum of |A| over a prompt is then its number of samples); "mean" is the group's
+    mean; None does not divide, and neither does a spread of exactly 0.
+    With a center, a constant group (all rewards exactly equal) gives exactly 0. So does a group of
+    one with `single="zero"`; with "raw", as in verl, its baseline is 0 and its spread 1 (except
+    "batch_std"). A NaN reward makes its whole group NaN.
+    group: the process group whose ranks share the batch. A prompt's samples may lie on several of
+    them, if its id is the same on every rank; each rank has its own S, which may be 0. With context
+    parallel, pass the data-parallel group: ranks that hold the same sequences would count them
+    twice. "local" uses this rank alone; None does too, but warns if there are other ranks.
     """
     check_rewards(rewards, group_ids)
     check_choice("center", center, CENTERS)
@@ -267,10 +265,10 @@ def whiten(
 
     x may have any shape. The result is 0 at masked tokens and has no gradient.
     mean: False keeps the original mean (it is added back after scaling). group: a process group
-    whose ranks share mean and variance; "local" uses this rank alone, and so does None, with a
-    warning if there are other ranks. cp_group: the context-parallel group, needed only if `group`
-    does not include its ranks; they share mean and variance too. For a constant x or a single valid
-    token the result is 0 (plus the mean if it is kept); without any valid token it is all zeros.
+    whose ranks share mean and variance; "local" uses this rank alone; None does too, but warns if
+    there are other ranks. cp_group: the context-parallel group, needed only if `group` does not
+    include its ranks; they share mean and variance too. For a constant x or a single valid token
+    the result is 0 (plus the mean if it is kept); without any valid token it is all zeros.
     Source: the masked whitening of verl and TRL's PPO (which have no defined result for fewer than
     two tokens).
     """

@@ -59,7 +59,7 @@ def preset(name: PresetName | str, **numbers: Any) -> LossSpec:
 
         pl.preset("dapo", eps_high=0.3, entropy_coef=0.01)
 
-    A setting that several parts of the loss have is an error: use `spec.replace(slot=…)`.
+    If several parts of the loss have a setting of that name, this raises: use `spec.replace(…)`.
     """
     return find_preset(name).spec.with_fields(**numbers)
 

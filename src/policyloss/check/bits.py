@@ -65,7 +65,7 @@ class BitsResult:
 
 @dataclass(frozen=True)
 class BitsReport(TableReport):
-    """The result of `bits_check`; `str()` is a table and sentences.
+    """The result of `bits_check`; `str()` gives a readable report.
 
     arrangements: the results of the same function on the same sequences, batched in other ways.
     against: the comparison with another function or recorded numbers, or None. not_numbers: how
@@ -80,7 +80,7 @@ class BitsReport(TableReport):
 
     @property
     def is_invariant(self) -> bool:
-        """Whether the bits of a sequence never depended on its neighbours."""
+        """Whether a sequence's log-probabilities had the same bits in every batch."""
         return not any(result.different for result in self.arrangements)
 
     @property
@@ -89,7 +89,7 @@ class BitsReport(TableReport):
         return self.against is None or not self.against.different
 
     def raise_if_different(self) -> None:
-        """Raise an AssertionError with the report if any bit differs, for a test."""
+        """For tests: raise an AssertionError with the report if any bit differs."""
         if not (self.is_invariant and self.is_equal):
             raise AssertionError(str(self))
 

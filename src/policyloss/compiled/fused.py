@@ -65,7 +65,7 @@ _cache: dict[int, tuple[LossSpec, dict[tuple[Any, ...], _Kernels | str]]] = {}
 
 @contextmanager
 def unfused() -> Iterator[None]:
-    """A context in which `policy_loss` runs operation by operation, even on a GPU."""
+    """A context in which `policy_loss` runs as separate operations, not in its two GPU kernels."""
     before = getattr(_switched, "off", False)
     _switched.off = True
     try:

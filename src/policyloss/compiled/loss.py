@@ -43,8 +43,8 @@ def compiled_loss(
     dynamic, options: as in `torch.compile`.
     metrics: "all", "basic" or "none", as in `policy_loss`.
 
-    A call runs eagerly, with the same result, if a slot of the spec holds a callable (it may keep
-    state that a graph would freeze), if `cp_group` is given (collectives), or within `exact()`.
+    A call runs eagerly, with the same result, if the spec holds a callable (a graph would freeze
+    any state that it keeps), if `cp_group` is given (collectives), or within `exact()`.
     """
     return CompiledLoss(spec, dynamic, options, metrics)
 

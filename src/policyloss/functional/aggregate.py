@@ -13,7 +13,7 @@ from policyloss.functional.segments import Sequences
 def reciprocal(
     count: Tensor | float, like: Tensor, dtype: torch.dtype | None = None, times: float = 1
 ) -> Tensor:
-    """`times / count`, and `times` where the count is 0, as the sum of an empty batch is 0.
+    """`times / count`, and `times` where the count is 0: a sum over no tokens then stays 0.
 
     The result is on the device of `like`, in `dtype` (by default that of `like`).
     """
@@ -28,7 +28,7 @@ def reciprocal(
 
 
 def per_sequence_mean(lengths: Tensor, sequences: Sequences) -> Tensor:
-    """Weights `1 / length`, token-shaped: with them, sums over tokens are means of sequences."""
+    """Weights `1 / length` for each token: the weighted sum of a sequence is then its mean."""
     return sequences.expand(reciprocal(lengths, lengths))
 
 

@@ -20,7 +20,7 @@ from policyloss.functional.segments import Sequences
 
 
 def importance_weight(log_weight: Tensor, log_clamp: float | None) -> Tensor:
-    """`exp(clamp(log_weight))`. The clamp keeps the weight finite; None is no clamp."""
+    """`exp(log_weight)`, first clamped to ±log_clamp so that it stays finite; None: no clamp."""
     return bound(log_weight, log_clamp).exp()
 
 
@@ -31,7 +31,7 @@ def truncation_share(log_ratio: Tensor, low: float, high: float) -> Tensor:
 
 
 def within(x: Tensor, low: float | None, high: float | None) -> Tensor:
-    """A flag where low ≤ x ≤ high; None is no bound. NaN counts as within, so the loss shows it."""
+    """True where low ≤ x ≤ high (None: no bound) or x is NaN, so that NaN reaches the loss."""
     keep = torch.ones_like(x, dtype=torch.bool)
     if low is not None:
         keep = keep & ~(x < low)
@@ -51,10 +51,10 @@ def nan_where_undecided(x: Tensor) -> Tensor:
 def reduced(
     x: Tensor, reduce: str, mask: Tensor, lengths: Tensor | None, sequences: Sequences
 ) -> Tensor:
-    """`x` per token, or its sum, mean or maximum over each sequence's valid tokens, token-shaped.
+    """`x`, or its sum, mean or maximum over each sequence's valid tokens, repeated at each token.
 
-    reduce: "token", "sum", "mean" or "max". lengths: the valid tokens of each sequence `[S]`, which
-    only "mean" reads.
+    reduce: "token" (`x` itself), "sum", "mean" or "max". lengths: the number of valid tokens of
+    each sequence, `[S]`, which only "mean" reads.
     """
     if reduce == "token":
         return x

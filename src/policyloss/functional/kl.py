@@ -19,10 +19,10 @@ def estimate(d: Tensor, estimator: str, *, as_written: K3Terms | None = None) ->
     """Estimate KL(p‖q) per token, from d = log q − log p of a token that was drawn from p.
 
     Source: Schulman, "Approximating KL".
-    k1 = −d, abs = |d|, k2 = ½d², k3 = eᵈ − 1 − d. A penalty has p = current and q = anchor; a
-    rejection by the rollout weight has p = rollout and q = old. as_written: compute k3 term by term
-    in this order, as frameworks do; near d = 0 the result is then only the rounding error of eᵈ.
-    None computes k3 in full precision.
+    k1 = −d, abs = |d|, k2 = ½d², k3 = eᵈ − 1 − d. A KL penalty has p = the current policy
+    and q = the one that it is compared with; a rollout correction has p = rollout and q = old.
+    as_written: evaluate k3 in the order of this text, as frameworks do; near d = 0 only the
+    rounding error of eᵈ is then left. None computes k3 in full precision.
     """
     if estimator == "k1":
         return -d
@@ -45,14 +45,13 @@ def k3(d: Tensor) -> Tensor:
 def binary_divergence(
     logp: Tensor, anchor_logp: Tensor, kind: str, floor: float | None = None
 ) -> Tensor:
-    """Divergence of two policies in the choice "this token or another". Detached.
+    """Divergence between two policies' choices of "this token or another". Detached.
 
-    It is computed from the two probabilities of the token alone.
-    With p₀ the anchor's probability of the token and p the other's: "tv" is `|p − p₀|`; "kl" is
-    `KL(p₀‖p) = p₀·log(p₀/p) + (1−p₀)·log((1−p₀)/(1−p))`. floor: hold both probabilities in [floor,
-    1 − floor], which keeps the logarithms finite; rounding can then leave the "kl" of two nearly
-    equal probabilities a hair below 0. None adds 1e-8 to 1 − p₀ and 1 − p instead, which keeps the
-    second logarithm finite at probability one.
+    p = exp(logp) and p₀ = exp(anchor_logp) are the token's probabilities under the two policies.
+    kind: "tv" is `|p − p₀|`; "kl" is `KL(p₀‖p) = p₀·log(p₀/p) + (1−p₀)·log((1−p₀)/(1−p))`. floor:
+    clamp p and p₀ to [floor, 1 − floor], which keeps the logarithms finite; rounding can then make
+    the "kl" of nearly equal p and p₀ slightly negative. None adds 1e-8 to 1 − p₀ and 1 − p instead,
+    which keeps the second logarithm finite at probability one.
     """
     logp = logp.detach()
     p, p0 = (
@@ -69,14 +68,13 @@ def binary_divergence(
 def with_gradient(
     value: Tensor, d: Tensor, logp: Tensor, grad: str, weight: Tensor | None = None
 ) -> Tensor:
-    """`value` with another gradient.
+    """`value`, a KL estimate from d = anchor_logp − logp, with the gradient that `grad` selects.
 
-    grad: "value", its own; "k2", that of k2 (straight-through); "score", its own plus the score
-    term.
-    "score" multiplies by `exp(logp − sg logp)`, which is 1 and adds `value·∇logp`: together the
-    gradient of the expectation, not only of the integrand (arXiv 2506.09477). weight: a factor on
-    k2's gradient, token-shaped and not differentiated; with the ratio to the policy that sampled
-    the token, k2's gradient is that of the KL off-policy too.
+    "value" keeps its own gradient. "k2" replaces it by that of ½d² (straight-through). "score"
+    multiplies by `exp(logp − sg[logp])`, where sg stops the gradient: the factor is 1 and adds
+    `value·∇logp`, so the gradient is that of the expectation, not only of the integrand (arXiv
+    2506.09477). weight: a factor on k2's gradient, detached, `[B, T]` or `[N]`; if it is the ratio
+    to the policy that sampled the token, k2's gradient is that of the KL off-policy too.
     """
     if grad == "value":
         return value

@@ -15,7 +15,7 @@ LogClamp = float | tuple[float | None, float | None] | None
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """float64 if any of `tensors` is float64, else float32: half precision is never subtracted."""
+    """float64 if any of `tensors` is float64, else float32: half precision is always upcast."""
     for x in tensors:
         if x is not None and x.dtype == torch.float64:
             return torch.float64
@@ -42,7 +42,7 @@ def fill(
 ) -> Tensor:
     """`x` where `mask`, exactly 0 elsewhere, whatever `x` holds there (NaN and inf included).
 
-    zero: `shared_zero` in the dtype of the result, where there is one.
+    zero: the 0 to fill with; a `shared_zero` in the dtype of the result saves creating one.
     """
     return torch.where(mask, x if dtype is None else x.to(dtype), zero)
 
@@ -50,12 +50,12 @@ def fill(
 def difference(
     a: Tensor, b: Tensor, mask: Tensor, dtype: torch.dtype, zero: Tensor | float = 0
 ) -> Tensor:
-    """`a - b` where `mask`, 0 elsewhere; both are upcast *before* they are subtracted."""
+    """`a - b` where `mask`, 0 elsewhere; both are cast to `dtype` first. zero: as in `fill`."""
     return torch.where(mask, a.to(dtype) - b.to(dtype), zero)
 
 
 def bound(log_ratio: Tensor, limit: LogClamp) -> Tensor:
-    """Clamp a log-ratio: None is no clamp, a number ±number, a pair (low, high)."""
+    """Clamp a log-ratio to ±limit, or to [low, high] if limit is a pair; None: no clamp."""
     if limit is None:
         return log_ratio
     low, high = (-limit, limit) if isinstance(limit, (int, float)) else limit

@@ -119,9 +119,9 @@ def detached_clipped(
     """CISPO: `-sg[clip(r, ratio_min, ratio_max)]·A·logp`, where sg stops the gradient.
 
     Source: arXiv 2506.13585.
-    outside: "clip" keeps the gradient of every token; "zero_by_sign" drops the tokens that PPO
-    would clip (A>0 and r>max, or A<0 and r<min); "zero" drops all tokens outside the bounds.
-    weight: "ratio", or "one": the loss of a kept token is `-A·logp` (REC, arXiv 2509.24203).
+    outside: "clip" keeps the gradient of every token; "zero_by_sign" sets the loss to 0 where PPO
+    would clip (A>0 and r>max, or A<0 and r<min); "zero" does so wherever r is outside the bounds.
+    weight: "ratio", or "one": the loss of other tokens is `-A·logp` (REC, arXiv 2509.24203).
     """
     r = ratio.detach()
     w = r.clamp(min=ratio_min, max=ratio_max) if weight == "ratio" else nan_where_undecided(r)
@@ -139,7 +139,7 @@ def soft_gated(
 ) -> Tensor:
     """SAPO: `-A·(4/τ)·sigmoid(τ·(r-1))`, τ by the sign of A (arXiv 2511.20347).
 
-    The slope is −A at r = 1, and falls to 0 on both sides.
+    Its derivative in r is −A at r = 1, and falls to 0 on both sides.
     """
     tau = _choose(advantages > 0, tau_positive, tau_negative, ratio)
     return -advantages * (4 / tau) * arithmetic().sigmoid(tau * (ratio - 1))
@@ -154,10 +154,10 @@ def outside_band(
     high: float,
     both_sides: bool = False,
 ) -> Tensor:
-    """Which tokens diverge from the anchor by more than `high` upward or `low` downward (bool).
+    """True where a token diverges from the anchor by more than `high` upward or `low` downward.
 
-    Without `both_sides`, only the direction in which the advantage pushes counts: upward where
-    A > 0, downward elsewhere.
+    The divergence is `binary_divergence(logp, anchor_logp, kind)`. Without `both_sides`, only the
+    direction in which the advantage pushes is tested: upward where A > 0, downward elsewhere.
     """
     distance = binary_divergence(logp, anchor_logp, kind)
     up = (logp > anchor_logp) & (distance > high)
@@ -173,11 +173,10 @@ def geometric_clipped(
     lengths: Tensor,
     sequences: Sequences,
 ) -> Tensor:
-    """GMPO: `-A·exp(mean_t c_t)`, with c_t the token's log-ratio, clipped.
+    """GMPO: `-A·exp(mean_t c_t)`, the mean over the sequence's valid tokens (arXiv 2507.20673).
 
-    It is clipped in log space, on the side the advantage pushes to:
-    `c = sgn(A)·min(sgn(A)·d, sgn(A)·clip(d, -eps_low, eps_high))`, the mean over the sequence's
-    valid tokens (arXiv 2507.20673).
+    c is the token's log-ratio d, clipped only on the side that the advantage pushes it to:
+    `c = sgn(A)·min(sgn(A)·d, sgn(A)·clip(d, -eps_low, eps_high))`. lengths: valid tokens, `[S]`.
     """
     c = geometric_log_ratio(log_ratio, advantages, eps_low, eps_high)
     return -advantages * sequences.expand((sequences.sum(c) / lengths.clamp(min=1)).exp())
@@ -218,7 +217,7 @@ def gamma_weighted(
 ) -> Tensor:
     """VESPO: `-sg[φ(W)]·A·logp`, with `φ(W) = e^λ·W^k·e^(-λW)`, so that φ(1) = 1.
 
-    W is the sequence's ratio; (k, λ) depend on the sign of A.
+    W = exp(log_ratio), the sequence's ratio. positive, negative: (k, λ) where A ≥ 0, and A < 0.
     """
     log_w = log_ratio.detach()
     k = _choose(advantages >= 0, positive[0], negative[0], log_w)
@@ -240,7 +239,10 @@ def regression(log_ratio: Tensor, advantages: Tensor, beta: float) -> Tensor:
 def tapered_negative(
     ratio: Tensor, logp: Tensor, advantages: Tensor, ratio_max: float = 1.0
 ) -> Tensor:
-    """TOPR: `-A·logp` where A > 0, `-sg[min(r, ratio_max)]·A·logp` elsewhere (arXiv 2503.14286)."""
+    """TOPR (arXiv 2503.14286): `-A·logp` where A > 0, else `-min(sg[ratio], ratio_max)·A·logp`.
+
+    sg stops the gradient.
+    """
     r = ratio.detach()
     # A NaN shows even where it is not needed.
     weight = torch.where((advantages > 0) & ~r.isnan(), 1, r.clamp(max=ratio_max))
@@ -256,7 +258,7 @@ def by_sign(positive: Tensor, negative: Tensor, advantages: Tensor) -> Tensor:
 def covariance(
     logp: Tensor, advantages: Tensor, logp_mean: Tensor, advantage_mean: Tensor
 ) -> Tensor:
-    """Each token's share of the covariance, `(A - Ā)·(logp - mean logp)`. Detached."""
+    """Each token's term of the covariance of A and logp, `(A - Ā)·(logp - mean logp)`. Detached."""
     return (advantages - advantage_mean) * (logp.detach() - logp_mean)
 
 

@@ -63,7 +63,7 @@ def linear_logprobs(
     mask: where it is False, the hidden state is not read, and logp, entropy and gradient are 0.
     softcap: logits are `softcap·tanh(logits/softcap)` before the temperature. plan: "recompute" (4
     matmuls in forward and backward together, least memory), "stash" (3 matmuls, keeps probabilities
-    in the type of the weight), "auto", which chooses, or a `Plan`. vocab_group: the process group
+    in the dtype of weight), "auto" (chooses one), or a `Plan`. vocab_group: the process group
     over which the vocabulary is split; weight and bias are then this rank's entries, ids index the
     whole vocabulary, hidden is the same on every rank, and every rank gets the complete gradient of
     hidden. support: `(ids, offsets)`, the vocabulary entries that the sampler kept for each token:

@@ -99,8 +99,8 @@ def linear_policy_loss(
     metrics: MetricsLevel = "all",
     **tensors: Unpack[SharedTensors],
 ) -> HeadOutput:
-    """The loss that `spec` describes, from hidden states: `policy_loss` on `linear_logprobs`,
-    without holding all logits.
+    """The loss that `spec` describes, from hidden states: `policy_loss` on `linear_logprobs`, with
+    the logits computed in chunks, never all at once.
 
     It equals `policy_loss(spec, logp, old_logp, advantages, mask, entropy=entropy, …)`, where
     `logp, entropy = linear_logprobs(hidden, weight, ids, mask=mask, entropy=True, …)`.
@@ -112,16 +112,15 @@ def linear_policy_loss(
     ("one_pass"), else "recompute" or "stash"; `explain_plan` returns the plan and its reason.
     Masked tokens are not computed. If every term of the loss is a multiple of the advantage
     (`spec.follows_advantage`), tokens with advantage 0 and tokens that a correction rejects have no
-    gradient: they have a forward, for the metrics, but no backward. skip_zero_advantage, which
-    needs "one_pass", leaves out their forward too; the metrics are then over the computed tokens
-    only.
-    teacher: the model that the spec's `Divergence` compares with, window by window, as the logits
-    are computed: a `Teacher` (hidden states and a head), a `TopK`, or computed logits `[..., V]`.
-    With a `Teacher`, "one_pass" takes four matmuls. The teacher gets no gradient.
+    gradient: only their forward is computed, for the metrics. skip_zero_advantage, which needs
+    "one_pass", leaves that out too; the metrics then cover the computed tokens only.
+    teacher: the model that the spec's `Divergence` compares with, in the same chunks: a `Teacher`
+    (hidden states and a head), a `TopK`, or computed logits `[..., V]`. With a `Teacher`,
+    "one_pass" takes four matmuls. The teacher gets no gradient.
     index: selects the hidden state of each loss term, as in `linear_logprobs`; every tensor but
     hidden, weight and bias then has the shape of index, `[B, T]` or packed `[M]` with `cu_seqlens`
-    over terms. With index, a loss with a sequence-level part (GSPO) uses "recompute" or "stash",
-    and a teacher is an error.
+    over terms. With index, a loss with sequence-level ratios (GSPO) uses "recompute" or "stash",
+    and a teacher raises an error.
     """
     check_level(metrics)
     spec = ready_loss(spec)

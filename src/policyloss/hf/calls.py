@@ -58,9 +58,9 @@ def policy_loss(
     **tensors: Unpack[SharedTensors],
 ) -> HeadOutput:
     """The loss `spec` of a causal language model. `linear_policy_loss` replaces the model's output
-    head, so that no logits are held.
+    head, so that the full logits are never in memory.
 
-    **Alignment.** `mask`, `old_logp` and every other token-shaped tensor belong to the *predicted*
+    **Alignment.** `mask`, `old_logp` and every other per-token tensor belong to the *predicted*
     tokens `input_ids[:, 1:]`: these tensors are `[B, T-1]` for input_ids `[B, T]`, and entry t
     belongs to the token `input_ids[:, t+1]`. With logits_to_keep=n they belong to the last n tokens
     and are `[B, n]`. This function shifts the hidden states.
@@ -71,17 +71,17 @@ def policy_loss(
     counted from each row's first token; the mask of that token must be False, because only padding
     predicts it. cu_seqlens: `[S+1]`, for a pack `[1, N]` of several sequences: the index in
     input_ids at which each sequence begins. position_ids then begin at 0 in each sequence,
-    token-shaped tensors are `[1, N-1]`, and the mask must be False at the first token of a
-    sequence, which no token predicts.
+    per-token tensors are `[1, N-1]`, and the mask must be False at the first token of a sequence,
+    which no token predicts.
     position_ids: passed to the model unchanged. model_inputs: other arguments of the model
     (pixel_values). head: "fused" replaces the model's head, and raises an error if it cannot;
     "logits" computes the loss from the model's own logits; "auto" is "fused" if the head can be
     replaced, else "logits".
     index, ids: `[M]`, or any other shape, the same for both. ids: the token of each loss term.
     index: the position, in the flattened input_ids, whose hidden state predicts that token. Nothing
-    is shifted then, every token-shaped tensor has the shape of index, and cu_seqlens split the
-    terms into sequences. This trains a tree of trajectories with common prefixes in one row:
-    position_ids and model_inputs carry its depths and its attention.
+    is shifted then, every per-token tensor has the shape of index, and cu_seqlens split the terms
+    into sequences. This trains a tree of trajectories with common prefixes in one row: pass each
+    token's depth in position_ids, and the tree's attention mask in model_inputs.
     Other arguments as in `linear_policy_loss`. The loss does not include the router loss of an MoE
     model.
     """
@@ -128,9 +128,9 @@ def logprobs(
 ) -> LogProbs:
     """The log-probability of every predicted token `input_ids[:, 1:]`, and the entropy.
 
-    mask: `[B, T-1]` (with logits_to_keep=n `[B, n]`), the predicted tokens to compute; by default
-    all tokens that a token of the same sequence predicts, and, with `index`, all terms. The result
-    is 0 at other tokens. Other arguments as in `policy_loss` of this module and in
+    mask: `[B, T-1]` (with logits_to_keep=n `[B, n]`), the tokens to compute; the result is 0 at the
+    others. By default, all tokens except padding and each sequence's first, which no token
+    predicts; with `index`, all terms. Other arguments as in `policy_loss` of this module and in
     `linear_logprobs`, which replaces the model's head.
     Returns `LogProbs(logp, entropy)`, `[B, T-1]` or `[B, n]` each, float32; entropy is None without
     `entropy=True`.
@@ -168,11 +168,11 @@ def explain_plan(
     vocab_group: Any = None,
     **arguments: Any,
 ) -> Plan:
-    """The plan of `policy_loss` of this module for these arguments, and its reason; with spec None,
-    the plan of `logprobs`.
+    """How `policy_loss` of this module would compute the head for these arguments, and why; with
+    spec None, how `logprobs` would.
 
-    This runs the model without its head, and finds out how it transforms its logits (scale, cap).
-    If its head cannot be replaced, the plan is named "logits", and its reason is the error.
+    This runs the model without its head, to find out how it transforms its logits (scale, cap). If
+    the head cannot be replaced, the plan is named "logits", and its reason is the error.
     """
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     options = {name: x for name, x in arguments.items() if name not in tensors}

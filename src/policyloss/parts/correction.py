@@ -296,7 +296,7 @@ class Veto(Part):
         return Corrected(correction.nan_where_undecided(log_w), keep)
 
     def formula(self, anchor: str) -> list[tuple[str, str]]:
-        """The condition on which a sequence is kept; the code compares logarithms."""
+        """The condition for keeping a sequence, as text; the code compares logarithms."""
         bad = [f"exp(log_weight) < {number(self.low)}"] if self.low is not None else []
         bad += [f"exp(log_weight) > {number(self.high)}"] if self.high is not None else []
         either = bad[0] if len(bad) == 1 else " | ".join(f"({test})" for test in bad)

@@ -29,11 +29,11 @@ def _sentence(anchor: str, words: str) -> str:
 class TokenRatio(Part):
     """`ratio_t = exp(logp_t - anchor_logp_t)`.
 
-    anchor: "old" (the trainer's frozen policy), "rollout" (the inference engine's), "teacher" (for
-    tokens that a teacher wrote), "ref" (the reference model's), or "current" (`sg[logp]`, where sg
-    stops the gradient: the ratio is exactly 1, and its gradient is that of logp). log_clamp: the
-    log-ratio is held within ±log_clamp, or within a pair (low, high), before `exp`; None is no
-    clamp.
+    anchor, the policy in the denominator: "old" (the trainer's before its first update on this
+    batch), "rollout" (the inference engine's), "teacher" (for tokens that a teacher wrote), "ref"
+    (the reference model), or "current" (`sg[logp]`, where sg stops the gradient: the ratio is
+    exactly 1, and its gradient is that of logp). log_clamp: clamps the log-ratio to ±log_clamp, or
+    to a pair (low, high), before `exp`; None: no clamp.
     """
 
     reach: ClassVar[str] = "token"
@@ -127,10 +127,9 @@ class SequenceProduct(Part):
 class SegmentRatio(Part):
     """GSPO's ratio within each turn of a dialogue: `exp(mean of the log-ratio over the turn)`.
 
-    A turn is a contiguous run of valid tokens; or, if the call has `turn_ids`, the valid tokens of
-    a sequence that share an id.
-    With a context-parallel group, a turn may span ranks; without `turn_ids`, a turn is then a run
-    of consecutive `positions`.
+    A turn is the valid tokens of a sequence that share one of `turn_ids`; without `turn_ids`, a
+    contiguous run of valid tokens. With a context-parallel group, a turn may span ranks, and such a
+    run is one of consecutive `positions`. anchor, log_clamp: as in `TokenRatio`.
     """
 
     reach: ClassVar[str] = "sequence"

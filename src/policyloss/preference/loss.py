@@ -46,7 +46,7 @@ def preference_loss(
     """The mean over pairs, or over sequences, of the loss of `spec` (`preference.PreferenceSpec`).
 
     spec: a `PreferenceSpec`, or a name of `preference.presets()`.
-    logp (carries the gradient), ref_logp, log_sum_sq_probs, mask: token-shaped, padded `[B, T]` or
+    logp (carries the gradient), ref_logp, log_sum_sq_probs, mask: per token, padded `[B, T]` or
     packed `[N]` with `cu_seqlens`; mask is True at the tokens of the answers. **Sequences 2i and
     2i + 1 are the chosen and the rejected answer of pair i**, unless `spec.over == "sequences"`.
     ref_logp: of the reference model; None if the loss has no reference. log_sum_sq_probs:
@@ -54,11 +54,11 @@ def preference_loss(
     chosen: `[S]` bool, only if `spec.over == "sequences"`: whether each is a desired answer.
     baseline: KTO's z of the whole step, only if `spec.baseline`; it gets no gradient.
     totals: the counts of the whole step, `Totals.count(mask_of_the_step)` (if the spec has `nll`:
-    `preference.preference_totals`); then the losses of a step's calls add up to the loss of the
-    whole step, if no call splits a pair. A sequence without a valid token does not count; a pair
-    with one such sequence has half the weight. cp_group: as in `policy_loss`.
+    `preference.preference_totals`). The losses of its micro-batches then add up to the loss of the
+    whole step, if none splits a pair. A sequence without a valid token is not counted; a pair with
+    one such sequence has half the weight. cp_group: as in `policy_loss`.
 
-    Metrics: `loss`, `tokens`, `chosen_logp` and `rejected_logp` (means of sums over tokens),
+    Metrics: `loss`, `tokens`, `chosen_logp` and `rejected_logp` (means of each sequence's sum),
     `chosen_reward` and `rejected_reward` (`beta` times the `Score` of `spec.terms[0]`), `margin`
     and `accuracy` (of pairs: the mean difference of rewards, and the share above 0), `nll` (if the
     spec has it), `nonfinite_sequences`, `invalid_…` (docs/metrics.md).

@@ -43,17 +43,18 @@ class DistributionThresholds:
 
 @dataclass(frozen=True)
 class DistributionGap:
-    """How far apart engine (rollout) and trainer (old) are over `positions` positions.
+    """How the engine's distributions (rollout) differ from the trainer's (old).
 
-    by_rank: the largest |Δ logp| at each rank of the trainer's probability, the likeliest first.
-    kl_rollout_old, kl_old_rollout: mean and maximum of KL(rollout‖old) and KL(old‖rollout), in
-    nats. top: how many tokens of each position are compared; None: all. With `top`, the tokens
-    outside both lists are merged into one class, which can only lower a KL: both KLs are lower
-    bounds. swapped: the share of adjacent pairs in the trainer's ranking that the engine orders the
-    other way. first_differs: the share of positions where the likeliest tokens differ. temperature:
-    the one that turns the trainer's distributions into the engine's, None if none does. hidden: the
-    relative difference ‖Δ‖ / ‖old‖ of each layer's hidden states. parted: the first layer above the
-    threshold. healthy: whether nothing is above its threshold.
+    positions: how many are compared. by_rank: the largest |Δ logp| at each rank of the trainer's
+    probability, the likeliest first. kl_rollout_old, kl_old_rollout: mean and maximum of
+    KL(rollout‖old) and KL(old‖rollout), in nats. top: how many tokens of each position are
+    compared; None: all. With `top`, tokens that are not in both lists are merged into one class,
+    which can only lower a KL. swapped: the share of adjacent pairs in the trainer's ranking that
+    the engine orders the other way. first_differs: the share of positions where the likeliest
+    tokens differ. temperature: the one that turns the trainer's distributions into the engine's,
+    None if none does. hidden: the relative difference ‖Δ‖ / ‖old‖ of each layer's hidden states.
+    parted: the first layer where it exceeds the threshold. healthy: whether nothing exceeds its
+    threshold.
     """
 
     positions: int
@@ -69,7 +70,7 @@ class DistributionGap:
     healthy: bool
 
     def to_json(self) -> str:
-        """The numbers as JSON; an infinite one is a text."""
+        """The fields as JSON; infinite numbers become strings."""
         return json.dumps(plain(asdict(self)), indent=2, ensure_ascii=False)
 
     def __str__(self) -> str:
@@ -104,7 +105,7 @@ def compare_distributions(
     old_hidden: Mapping[str, Tensor] | None = None,
     thresholds: DistributionThresholds | None = None,
 ) -> DistributionGap:
-    """Compare the rollout engine's token distributions with the trainer's over a prompt set.
+    """Compare the rollout engine's token distributions with the trainer's at the same positions.
 
     The result holds mean and maximum KLs, differences of hidden states, and more
     (`DistributionGap`). rollout, old: log-probabilities of the whole vocabulary, `[..., V]`, or a

@@ -37,7 +37,7 @@ class RunDiagnosis:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The usual curves that the log lacks; curves of a critic count only if the log has one."""
+        """The usual curves that the log lacks; those of a critic only if the log has any."""
         critic = {"value_loss", "value_mean", "value_explained"} & set(self.metrics)
         usual = (name for name in TITLES if critic or not name.startswith("value"))
         return tuple(name for name in usual if name not in self.metrics)

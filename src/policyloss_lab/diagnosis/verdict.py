@@ -27,12 +27,12 @@ class Diagnosis:
     """Why the log-probabilities of engine and trainer differ.
 
     cause: a name from `CAUSES`, "healthy" or "not_explained". causes: one or two causes, the
-    largest first. confidence: from 0 to 1. evidence, remedy: sentences. correction: parts for a
-    loss's `correction` that would have limited the damage, or None. floor: the measured numerical
-    noise in the log-probability of an unlikely token, in nats. tokens: how many were compared.
-    details: the fitted numbers. alternatives: the other tested hypotheses, best first. places,
-    ruled_out: if nothing explains the differences, where they are, and the causes that are
-    excluded.
+    largest first. confidence: from 0 to 1. evidence, remedy: sentences. correction: a value for
+    the `correction` of a loss that would have limited the damage, or None. floor: the measured
+    numerical noise in the log-probability of an unlikely token, in nats. tokens: how many were
+    compared. details: the fitted numbers. alternatives: the other tested hypotheses, best first.
+    If nothing explains the differences: places, where they are; ruled_out, the excluded families
+    of causes.
     """
 
     cause: str
@@ -60,7 +60,7 @@ class Diagnosis:
         return f"{names}: harmless" if self.remedy.startswith(HARMLESS) else names
 
     def because_of(self, cause: str, evidence: str) -> Diagnosis:
-        """The diagnosis with a certain cause, and with `evidence` first."""
+        """A copy with this cause, at confidence 0.99, and with `evidence` first."""
         return replace(
             self,
             cause=cause,

@@ -32,7 +32,7 @@ _FILES = ("metrics", "timing", "rollouts", "findings")
 
 
 class Recorder:
-    """Records any training loop in a run directory: metrics by step, completions by token.
+    """Records any training loop in a run directory: metrics per step, and completions.
 
         with lab.Recorder("runs/mine", spec="dapo", config={"lr": 1e-6}) as recorder:
             for step in range(1, 1001):
@@ -40,10 +40,10 @@ class Recorder:
                 recorder.step({"reward/mean": rewards.mean(), "policy": out.metrics}, step=step)
                 recorder.completions(step, prompts=prompts, texts=texts, rewards=rewards)
 
-    Each method writes complete lines before it returns, so `kill -9` loses nothing. In a run of
-    several processes, only one records: a forked child leaves the run to its parent. Threads may
-    share a recorder. A wrong argument raises an error at the call. A failing disk causes a warning,
-    and the training goes on without a record.
+    Each method writes complete lines before it returns, so `kill -9` loses nothing. Create one in
+    one process only, such as rank 0: a second one cannot open the folder, and in a forked child the
+    calls only warn. Threads may share a recorder. A wrong argument raises an error at the call. A
+    failing disk causes a warning, and the training goes on without a record.
 
     path: a folder, created if it is missing; a folder with a run is refused. spec: the loss, or the
     name of its preset; the report page explains it. config: settings that JSON can hold; "steps" is
@@ -173,7 +173,7 @@ class Recorder:
 
         logp (current policy), old_logp, rollout_logp, ref_logp, teacher_logp, entropy: a number per
         token. Arguments per token are `[B, T]` with `mask` `[B, T]`, True at the tokens of the
-        completion, or a list of B lists of the same lengths.
+        completion, or B lists with one value per token.
         """
         step = whole_number(step, "step", LARGEST_STEP)
         prompts = as_list(prompts, "prompts", str)
@@ -228,8 +228,8 @@ class Recorder:
         self._calls += 1
 
     def findings(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write findings of the doctor in the tokens of a step (`Finding._asdict()`); the page
-        shows them. It finds the symptoms in metrics itself.
+        """Write the doctor's findings about a step's tokens (`Finding._asdict()`) for the report
+        page, which finds the symptoms in the metrics itself.
         """
         self._write(self._lines["findings"].append, rows)
 

@@ -131,7 +131,7 @@ class WhatIf:
 
     @property
     def about(self) -> str:
-        """The tokens in a few words."""
+        """How many tokens and sequences, and `through`, as text."""
         count, sequences = int(self.tokens.inputs.mask.sum()), self.tokens.lengths.shape[0]
         return f"{count:,} tokens of {sequences:,} sequences, {THROUGH_WORDS[self.through]}"
 
@@ -143,7 +143,7 @@ class WhatIf:
         return wrong or ["Nothing is wrong with your loss on these tokens."]
 
     def problems(self) -> list[tuple[str, str]]:
-        """(problems, their common cure) in sentences."""
+        """Pairs of sentences: problems of your loss, and the one change that cures them."""
         problems: dict[str, list[str]] = {}
         for remedy in self.remedies:
             problems.setdefault(remedy.sentence, []).append(remedy.problem.sentence)
@@ -151,7 +151,7 @@ class WhatIf:
         return [(f"{text[0].upper()}{text[1:]}.", cure) for text, cure in texts]
 
     def table(self) -> tuple[list[Column], list[list[str]]]:
-        """The columns with numbers, and a row of texts for each loss."""
+        """The columns that hold a number for any loss, and each loss's row as strings."""
         rows = [cells(row) for row in self.rows()]
         shown = [i for i in range(len(COLUMNS)) if any(row[i] != UNKNOWN for row in rows)]
         return [COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in rows]
@@ -231,18 +231,18 @@ def what_if(
         result["gspo"].gradient  # of the loss with respect to each log-probability
 
     source: a run directory, a .jsonl or .safetensors file of tokens (docs/what_if.md lists the
-    names), or the arguments of `policy_loss` by name, padded `[B, T]` or packed `[N]`; also
-    "rewards" `[S]`, and for a model "ids" (token-shaped) and "prompts", the token ids before each
+    names), or the arguments of `policy_loss` by name, padded `[B, T]` or packed `[N]`; optionally
+    "rewards" `[S]`, and for a model "ids" (one per token) and "prompts", the token ids before each
     sequence. losses: presets or specs to try, by default every preset. spec: your loss, with which
-    the others are compared; by default, the loss of the run, if source is a run directory. step:
-    the stored step of a run to use, or "all"; by default, the last step with a nonzero advantage.
+    the others are compared; by default, that of the run directory, else none. step: the stored step
+    of a run to use, or "all"; by default, the last step with a nonzero advantage.
 
     model: a Hugging Face model, to compare the gradients of its weights. temperature: the sampler's
     temperature, for the model's log-probabilities. through: the variables to differentiate by:
     "parameters" (all parameters of the model), "head" (the weight of its head) or "tokens" (the
     log-probabilities, without the model). The default is "tokens" without a model; with a model, it
     is "parameters" if the gradients of all losses hold at most 2²⁸ numbers together, else "head".
-    limits: the thresholds of a healthy loss, a `policyloss_lab.whatif.Limits`.
+    limits: your loss is flagged beyond these (`policyloss_lab.whatif.Limits`).
     """
     if through is not None and through not in THROUGH_WORDS:
         raise InputError(unknown_name("through", through, THROUGH_WORDS))

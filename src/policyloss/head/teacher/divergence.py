@@ -56,8 +56,8 @@ def linear_divergence(
     and teacher logits are used unchanged. With a vocab_group, pass this rank's slice of the
     teacher's weight or logits; the ids of a `TopK` index the whole vocabulary. plan: "recompute"
     (six matmuls in forward and backward together, two of them the teacher's; least memory), "stash"
-    (four matmuls; keeps every logit's gradient, in the dtype of weight), "auto", which chooses, or
-    a `Plan`.
+    (four matmuls; keeps every logit's gradient, in the dtype of weight), "auto" (chooses one), or a
+    `Plan`.
     Returns `[...]`, float32 (float64 for float64 inputs), 0 where mask is False.
     """
     check_tensor("hidden", hidden, "float")
