@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,6 +192,22 @@ def test_rounding_of_any_depth_and_width_passes_and_a_mix_does_not() -> None:
             model.model.forward = forward
             choose(model, "rows")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_limit_of_rounding_grows_with_the_model() -> None:
+    """24 layers of 64 columns may differ by 4·√(24·64) = 156.8 roundings."""
+    import transformers as t
+
+    config = t.LlamaConfig(**SIZES | {"num_hidden_layers": 24})
+    model = SimpleNamespace(base_model=None, dtype=torch.float32, config=config)
+    states = torch.ones(8, 64)
+
+    def difference(roundings: int) -> str:
+        off: Any = SimpleNamespace(hidden=lambda body, micro: states * (1 + roundings * 2**-23))
+        return attention._difference(model, off, {}, states)
+
+    assert difference(156) == ""
+    assert "differ by 1.88e-05 from one sequence alone (up to 1)" in difference(158)
 
 
 @walked("kind", KINDS)
