@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
@@ -19,10 +19,11 @@ from policyloss.parts.data import (
     VARIANTS,
     check_depth,
     check_part,
-    has_fields,
+    field_paths,
     known_parts,
     part_as_data,
     part_from_data,
+    with_value,
 )
 from policyloss.parts.kl import Divergence
 from policyloss.parts.validate import Finite, Part
@@ -228,7 +229,8 @@ class LossSpec(Part):
         """
         changed = self
         for name, value in numbers.items():
-            valid = list(_field_paths(changed))
+            paths = field_paths(changed)
+            valid = [path for path in paths if path[1:] or path[0] in _SETTINGS]
             places = [path for path in valid if path[-1] == name]
             if not places:
                 names = {str(path[-1]) for path in valid}
@@ -238,7 +240,7 @@ class LossSpec(Part):
                 raise SpecError(
                     f"{name} is ambiguous: this loss has {where}; use spec.replace(slot=…)."
                 )
-            changed = _with_value(changed, places[0], value)
+            changed = with_value(changed, places[0], value)
         object.__setattr__(changed, "origin", self.origin)
         return changed
 
@@ -324,35 +326,6 @@ class Slots(TypedDict, total=False):
     kl: Callable[[Tokens], Tensor] | Sequence[Callable[[Tokens], Tensor]] | None
     entropy_coef: float
     aggregate: Callable[[Tokens], Tensor]
-
-
-def _field_paths(owner: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """The paths of a spec's numbers: `("trust", "eps_low")`, `("correction", 0, "high")`."""
-    if isinstance(owner, tuple):
-        for i, part in enumerate(owner):
-            yield from _field_paths(part, (*path, i))
-        return
-    for f in dataclasses.fields(owner):
-        value = getattr(owner, f.name)
-        if _holds_fields(value):
-            yield from _field_paths(value, (*path, f.name))
-        elif path or f.name in _SETTINGS:
-            yield (*path, f.name)
-
-
-def _holds_fields(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return bool(value) and all(map(_holds_fields, value))
-    return has_fields(value)
-
-
-def _with_value(owner: Any, path: tuple[str | int, ...], value: Any) -> Any:
-    """`owner` with the entry at `path` replaced; the parts on the way are checked again."""
-    first, rest = path[0], path[1:]
-    if isinstance(owner, tuple):
-        return tuple(_with_value(x, rest, value) if i == first else x for i, x in enumerate(owner))
-    inner = _with_value(getattr(owner, str(first)), rest, value) if rest else value
-    return dataclasses.replace(owner, **{str(first): inner})
 
 
 SLOTS = tuple(f.name for f in dataclasses.fields(LossSpec))

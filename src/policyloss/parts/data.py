@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias, TypeVar
 
 from policyloss.errors import SpecError, safe_repr, unknown_name
 from policyloss.parts import aggregate, correction, kl, ratio, trust
@@ -20,6 +20,7 @@ VARIANTS: dict[str, tuple[type, ...]] = {
 DEEPEST = 32  # levels of a loss as data; parts of parts take a few
 _FRAMEWORK_PARTS: dict[str, dict[str, type]] = {slot: {} for slot in VARIANTS}
 P = TypeVar("P")
+FieldPath: TypeAlias = tuple[str | int, ...]
 
 
 def has_fields(part: Any) -> bool:
@@ -30,6 +31,37 @@ def has_fields(part: Any) -> bool:
 def is_part(slot: str, part: Any) -> bool:
     """Whether `part` is one of the library's parts for `slot`, not a user's callable."""
     return isinstance(part, VARIANTS[slot])
+
+
+def field_paths(owner: Any, path: FieldPath = ()) -> Iterator[FieldPath]:
+    """The paths of the numbers and choices in a loss: `("trust", "eps_low")`,
+    `("correction", 0, "high")`.
+    """
+    if isinstance(owner, tuple):
+        for i, part in enumerate(owner):
+            yield from field_paths(part, (*path, i))
+        return
+    for f in dataclasses.fields(owner):
+        value = getattr(owner, f.name)
+        if _holds_fields(value):
+            yield from field_paths(value, (*path, f.name))
+        else:
+            yield (*path, f.name)
+
+
+def _holds_fields(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return bool(value) and all(map(_holds_fields, value))
+    return has_fields(value)
+
+
+def with_value(owner: Any, path: FieldPath, value: Any) -> Any:
+    """`owner` with the entry at `path` replaced; the parts on the way are checked again."""
+    first, rest = path[0], path[1:]
+    if isinstance(owner, tuple):
+        return tuple(with_value(x, rest, value) if i == first else x for i, x in enumerate(owner))
+    inner = with_value(getattr(owner, str(first)), rest, value) if rest else value
+    return dataclasses.replace(owner, **{str(first): inner})
 
 
 def check_part(slot: str, part: Any) -> None:

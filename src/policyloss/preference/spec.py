@@ -17,7 +17,7 @@ from torch import Tensor
 
 from policyloss.errors import SpecError, safe_repr, unknown_name
 from policyloss.functional import preference
-from policyloss.parts.data import check_depth, make_part
+from policyloss.parts.data import check_depth, field_paths, make_part, with_value
 from policyloss.parts.validate import Finite, LowerBound, Part, bounds
 
 Scale: TypeAlias = Annotated[float, bounds(above=0, finite=True)]
@@ -199,13 +199,16 @@ class PreferenceSpec(Part):
 
     def with_fields(self, **values: Any) -> PreferenceSpec:
         """The same loss with other numbers or words, in every part that has them: `beta=0.2`."""
-        data: Any = self.to_dict()
+        changed = self
         for name, value in values.items():
-            names: set[str] = set()
-            data = _with_value(data, name, value, names)
-            if name not in names:
-                raise SpecError(unknown_name("field of this loss", name, sorted(names)))
-        return self.from_dict(data)
+            paths = list(field_paths(changed))
+            places = [path for path in paths if path[-1] == name]
+            if not places:
+                names = {str(path[-1]) for path in paths}
+                raise SpecError(unknown_name("field of this loss", name, names))
+            for place in places:
+                changed = with_value(changed, place, value)
+        return changed
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data (JSON-ready): each part as {"type": its name, …its fields}."""
@@ -244,14 +247,3 @@ def _decoded(x: Any) -> Any:
     if not isinstance(name, str) or name not in _PARTS:
         raise SpecError(unknown_name("type of a part", name, _PARTS))
     return make_part(_PARTS[name], values)
-
-
-def _with_value(data: Any, name: str, value: Any, names: set[str]) -> Any:
-    """`data` with `value` under every key `name` of a number or word; collects all such names."""
-    if isinstance(data, list):
-        return [_with_value(x, name, value, names) for x in data]
-    if not isinstance(data, dict):
-        return data
-    names |= {key for key, x in data.items() if not isinstance(x, (dict, list)) and key != "type"}
-    changed = {key: _with_value(x, name, value, names) for key, x in data.items()}
-    return {**changed, name: value} if name in changed and name in names else changed
