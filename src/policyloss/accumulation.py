@@ -254,10 +254,7 @@ class MicroBatch(Mapping[str, Any]):
 
 
 def _measure_step(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> Totals:
-    """`measure` on all micro-batches as one pack.
-
-    Micro-batches without valid tokens are run too: other ranks may wait for their forward.
-    """
+    """`measure` on one pack of all micro-batches, empty ones too: other ranks may wait for them."""
     micro_batches = step._micro_batches
     pack = StepPack.of(micro_batches)
     flat: dict[str, list[Tensor]] = {}
@@ -385,10 +382,7 @@ def count_step(
     dp_size: int | None,
     weighted: bool = False,
 ) -> tuple[Totals, int]:
-    """The counts of the step, and the largest number of micro-batches on any rank of `group`.
-
-    weighted: whether to sum up the weights, too.
-    """
+    """The counts of the step, and the largest number of micro-batches on any rank of `group`."""
     if group is None:
         _check_numbers([len(micro_batches)])
         pack = StepPack.of(micro_batches)

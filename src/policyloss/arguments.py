@@ -35,10 +35,7 @@ _traced = threading.local()
 
 
 def is_compiling() -> bool:
-    """Whether a compiler traces this call in this thread, so that tensors have no values.
-
-    The compiler is `torch.compile` or `tracing`.
-    """
+    """Whether `torch.compile` or `tracing` traces this call, so that tensors have no values."""
     return torch.compiler.is_compiling() or getattr(_traced, "depth", 0) > 0
 
 

@@ -233,9 +233,7 @@ def stream_calls(
 
 
 def read_loss(name: str) -> LossSpec | Mixture | str:
-    """`name` itself if it is a preset's, or the `LossSpec` or `Mixture` in the JSON file of that
-    path.
-    """
+    """`name` itself if it is a preset's, or the `LossSpec` or `Mixture` in this JSON file."""
     if match_name(name, PRESETS) or not (Path(name).suffix == ".json" or os.path.isfile(name)):
         return name
     data = read_json(name)

@@ -42,9 +42,7 @@ class Reading(NamedTuple):
 
 
 class Port(NamedTuple):
-    """A loss in a framework: the options that differ from its defaults, and a sentence on each
-    difference of its loss from the wanted one.
-    """
+    """The options of a framework that are not defaults, and a sentence on each lost difference."""
 
     options: dict[str, Any]
     lost: tuple[str, ...]

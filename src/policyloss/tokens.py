@@ -260,10 +260,7 @@ class Layout:
 
 @dataclass
 class LocalTotals:
-    """The counts of a call that is the whole step, each computed when it is read.
-
-    Most averages read one of these counts. The counts are tensors, and cost no host sync.
-    """
+    """The counts of a call that is the whole step, computed when read; they cost no host sync."""
 
     dp_size: ClassVar[int] = 1
     layout: Layout
@@ -305,10 +302,7 @@ def layout_fields(
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> dict[str, Any]:
-    """The fields of the `Layout` of `tokens` except dtype and zero, checked against each other.
-
-    called: the name of `tokens` in errors.
-    """
+    """The fields of the `Layout` of `tokens`, checked, except dtype and zero. called: in errors."""
     sequences = Sequences.of(tokens, cu_seqlens, cp_group, called)
     mask, invalid_mask = checked_mask(mask, tokens, like_called=called)
     if group_ids is not None:

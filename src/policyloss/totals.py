@@ -244,9 +244,7 @@ def group_tokens(group_ids: Tensor, tokens: Tensor) -> GroupTokens:
 
 
 def resolve(totals: Totals | Literal["local"] | None) -> Totals | None:
-    """The caller's `Totals`, or None if this call holds the whole batch: "local", or None where
-    there is one rank.
-    """
+    """The caller's `Totals`; None if this call is the whole batch ("local", or on one rank)."""
     if isinstance(totals, Totals):
         return totals
     if totals is not None and not (isinstance(totals, str) and totals == "local"):

@@ -328,10 +328,7 @@ def per_sequence(name: str, x: Tensor, rewards: Tensor) -> Tensor:
 
 
 def rows_by_size(group_ids: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Rows sorted by group `[S]`, the size of the group of each `[S]`, and rows by size.
-
-    The latter are `[groups, size]` for each size above one.
-    """
+    """Rows by group `[S]`, the size of their groups `[S]`, and `[groups, n]` rows by size n > 1."""
     order, groups = group_index(group_ids)
     assert groups.offsets is not None
     assert groups.ids is not None

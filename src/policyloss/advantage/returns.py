@@ -228,10 +228,7 @@ def _gae_by_kernel(
     cu_seqlens: Tensor | None,
     last_values: Tensor | None,
 ) -> GAE:
-    """`gae` in one launch.
-
-    It makes the checks of the other path without their tensor operations: microseconds count.
-    """
+    """`gae` in one launch; its checks take no tensor operations, because microseconds count."""
     if cu_seqlens is None:
         layout = Sequences.of(values, called="values")
     else:

@@ -202,10 +202,7 @@ def bits_check(
 def _run(
     fn: LogProbFunction, sequences: list[Any], calls: list[list[int]], argument: str, run: str
 ) -> list[Tensor]:
-    """The log-probabilities of each sequence, from calls of `argument` with these members.
-
-    If a sequence is in several calls, the last one counts.
-    """
+    """The log-probabilities of each sequence, from the last of the calls that holds it."""
     results: dict[int, Tensor] = {}
     for members in calls:
         try:

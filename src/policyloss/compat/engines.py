@@ -104,10 +104,7 @@ def fitting_spec(
 def check_settings(
     engine: str, settings: Callable[[str, Any], Any], wanted: Mapping[str, Any]
 ) -> None:
-    """Raise if a setting of the engine's own loss differs from the value that has no effect.
-
-    settings: takes a name and a default, and returns the engine's value or this default.
-    """
+    """Raise unless every setting, by `settings(name, default)`, has the value without effect."""
     for name, value in wanted.items():
         if (chosen := settings(name, value)) != value:
             raise SpecError(
@@ -122,9 +119,7 @@ def sampled_logp(spec: LossSpec, logp: Tensor) -> dict[str, Any]:
 
 
 def mean_records(metrics: Metrics) -> dict[str, Stat]:
-    """The metrics that are means, as "policyloss/…". An engine averages them over micro-batches,
-    which would be wrong for counts, sums and extremes.
-    """
+    """The metrics that are means, as "policyloss/…"; an engine averages them over its calls."""
     return {f"{PREFIX}{key}": x for key, x in metrics.items() if isinstance(x, Stat)}
 
 

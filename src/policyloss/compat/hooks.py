@@ -51,9 +51,7 @@ def swap(package: str, pairs: Sequence[tuple[Any, Any]]) -> list[str]:
 
 
 class Patch:
-    """A change to an imported framework that can be undone. `pairs` holds (original, replacement)
-    functions, and is empty while the change is not installed.
-    """
+    """A change to an imported framework. pairs: (original, replacement); empty if not installed."""
 
     def __init__(self, package: str) -> None:
         self.package = package

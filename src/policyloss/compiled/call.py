@@ -105,9 +105,7 @@ def tokens_and_totals(call: Call) -> tuple[Tokens, Totals | None]:
 
 
 class Results(NamedTuple):
-    """The loss of a call without a graph, its metrics, and the gradients of its leaves, which are
-    the argument `known` of `scale_known`.
-    """
+    """The loss of a call without a graph, its metrics, and `known` of `scale_known`."""
 
     loss: Tensor
     metrics: Metrics

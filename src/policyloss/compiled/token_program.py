@@ -196,9 +196,7 @@ def _second_kernel(graph: TokenGraph, numbers: list[Node]) -> tuple[str, list[No
 
 
 class TokenKernels:
-    """The kernels of a graph, which Triton compiles when they first run; an `UnfitGraphError` if
-    the graph does not fit.
-    """
+    """The kernels of a graph; an `UnfitGraphError` if it does not fit. The first run compiles."""
 
     def __init__(self, module: GraphModule) -> None:
         graph = TokenGraph(module)
@@ -224,10 +222,7 @@ class TokenKernels:
         self.has_run = False
 
     def __call__(self, tensors: Sequence[Tensor], shape: torch.Size) -> list[Tensor]:
-        """The outputs of the graph, numbers first: [loss, packed, *gradients, *scale].
-
-        tensors: the arguments of the graph. shape: the shape of the tokens.
-        """
+        """The outputs [loss, packed, *gradients, *scale] of the graph, for tokens of this shape."""
         n, device = math.prod(shape), tensors[0].device
         spans = shape[0] if self.by_rows else -(-n // SPAN)
         partial = torch.empty(self.partials * spans, dtype=torch.float32, device=device)

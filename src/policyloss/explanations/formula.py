@@ -99,10 +99,7 @@ class CallableInSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class Formula:
-    """The lines of a loss in the order they are computed; the last one is `loss`.
-
-    callables: functions whose formula could not be derived.
-    """
+    """The lines of a loss in order, `loss` last, and the functions that symbols cannot follow."""
 
     lines: tuple[FormulaLine, ...]
     callables: tuple[CallableInSlot, ...] = ()
@@ -139,10 +136,7 @@ def formula(spec: LossSpec) -> Formula:
 
 
 def lines_by_slot(spec: LossSpec) -> dict[str, _Slot]:
-    """All lines of the formula in the order of their computation, and each slot's callables.
-
-    The lines of "loss" join the results of the slots, and average them.
-    """
+    """The lines and callables of each slot, in order; those of "loss" join and average them."""
     anchor = getattr(spec.ratio, "anchor", "old")
     return {
         "correction": _corrections(spec),

@@ -40,11 +40,7 @@ def statistics_group(group: Any) -> Any:
 
 
 def outside_level() -> int:
-    """The `stacklevel` of a warning that shall point at the line that called the package.
-
-    It counts the frames from the calling function up to the first one outside of this package and
-    of torch's decorators.
-    """
+    """The `stacklevel` of a warning that points at the caller of this package, not at torch."""
     level = 1
     while sys._getframe(level).f_globals.get("__name__", "").split(".")[0] in (
         "policyloss",
@@ -116,10 +112,7 @@ def _from_bits(bits: Tensor, like: Tensor) -> Tensor:
 
 
 def all_gather(x: Tensor, group: Any) -> list[Tensor]:
-    """`x` of every rank, on the device of `x`; its shape must be the same on all ranks.
-
-    It is gathered where the backend works (see `collective_device`).
-    """
+    """`x` of every rank, on the device of `x`; its shape must be the same on all ranks."""
     here = x.to(collective_device(group, x.device)).contiguous()
     shares = [torch.empty_like(here) for _ in range(dist.get_world_size(group))]
     dist.all_gather(shares, here, group=group)

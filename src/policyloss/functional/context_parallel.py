@@ -81,10 +81,7 @@ class _SortedTurns:
 
 
 class _Spans(NamedTuple):
-    """Intervals of positions without a gap, from `first` to `last` of a sequence.
-
-    span_of: the interval that each item is in.
-    """
+    """Intervals of positions without a gap, `first` to `last`. span_of: that of each item."""
 
     span_of: Tensor
     sequence: Tensor

@@ -82,10 +82,7 @@ def unit_of(top: Tensor) -> Tensor:
 
 
 def exact_sum(x: Tensor, *groups: Any) -> Tensor:
-    """`Σ x` over this rank and the ranks of every group, 0-dim, float64, without a gradient.
-
-    The result has the same bits for every layout of the same numbers.
-    """
+    """`Σ x` over this rank and all groups, 0-dim, float64, detached; the same in any layout."""
     flat = x.detach().reshape(-1).to(torch.float64)
     top = flat.abs().amax() if flat.numel() else flat.sum()
     shared = [group for group in groups if group is not None]

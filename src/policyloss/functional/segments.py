@@ -23,10 +23,7 @@ from policyloss.functional.masking import accumulator_dtype, can_be_read, count,
 
 
 class _SegmentSum(torch.autograd.Function):
-    """`out[i] = x[offsets[i]:offsets[i+1]].sum()`; its adjoint is `_Spread`.
-
-    There are no atomics, so the bits never vary.
-    """
+    """`out[i] = x[offsets[i]:offsets[i+1]].sum()` without atomics; its adjoint is `_Spread`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:

@@ -47,10 +47,7 @@ def _times(derivatives: Derivatives, scale: float) -> list[Tensor | None]:
 
 
 class HeadGradients(NamedTuple):
-    """The gradients of some hidden states `[R, D]`, of the weight `[V, D]` and of the bias `[V]`.
-
-    None for a gradient that is not needed.
-    """
+    """Gradients of hidden states `[R, D]`, weight `[V, D]` and bias `[V]`; None if not needed."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -136,10 +133,7 @@ def gradients_by_columns(inputs: BackwardInputs) -> HeadGradients:
 
 
 def gradients_in_parts(inputs: BackwardInputs) -> HeadGradients:
-    """Compute the gradients in the exact mode, one part of the vocabulary at a time.
-
-    Each product has the shape that it has in the other plans, a tile of rows by a part.
-    """
+    """The gradients in the exact mode: products have the other plans' shapes, a tile by a part."""
     head, wanted, index, s = inputs.head, inputs.wanted, inputs.index, inputs.statistics
     tiles, w = head.tiles, head.weight
     assert tiles is not None
@@ -253,10 +247,7 @@ class GradientSums:
         derivatives: Derivatives,
         source: Tensor | None,
     ) -> None:
-        """Add rows with the logits `z[source]`; None for all of z.
-
-        Their gradient is multiplied at once, or later together with the gradients of other windows.
-        """
+        """Add rows with the logits `z[source]` (None: all of z), multiplied at once or later."""
         if self.kept is None:
             z = z if source is None else z[source]
             scale = half_scale(rows.hidden.dtype, *derivatives)
@@ -389,10 +380,7 @@ def _times_rows(x: Tensor, of_rows: Tensor | None) -> Tensor:
 def _probabilities_to_gradients(
     stash: Tensor, rows: HeadRows, s: Statistics, dlogp: Tensor | None, dentropy: Tensor | None
 ) -> None:
-    """Turn the kept probabilities of all rows, q = p/temperature, into dz, in place.
-
-    The entry of each row's id comes from its exact log-probability.
-    """
+    """Turn the kept q = p/temperature into dz, in place; an id's entry comes from its logp."""
     dlogp = torch.zeros_like(s.lse) if dlogp is None else dlogp
     t = rows.scaling.inverse_temperature
     rate = t if isinstance(t, Tensor) else torch.full_like(s.lse, t)

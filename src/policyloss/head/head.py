@@ -117,10 +117,7 @@ class Head:
         return self.vocabulary.merge(partials, rows.ids, z.shape[1])
 
     def merge(self, windows: Sequence[tuple[Tensor, Partials | Tensor]]) -> Partials:
-        """The partials of all windows.
-
-        Merging once launches fewer kernels than merging per window.
-        """
+        """The partials of all windows; merging once launches fewer kernels than per window."""
         tiles = self.tiles
         if tiles is None:
             return concatenate([p for _, p in windows if isinstance(p, Partials)])
@@ -178,10 +175,7 @@ class HeadRows(NamedTuple):
         derivatives: Derivatives,
         source: Tensor | None = None,
     ) -> None:
-        """Write the gradient of the logits z to `out`, which may share the memory of z.
-
-        source: the row of z of each of the rows; None if they are the same.
-        """
+        """Write the gradient of z to `out`, which may share its memory. source: rows of z."""
         dlogp, dentropy, *ddivergence = derivatives
         if self.compared is not None and ddivergence[0] is not None:
             self.compared.write_gradient(z, out, self, s, derivatives)

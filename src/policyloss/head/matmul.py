@@ -24,18 +24,12 @@ def sums_half_in_float32(a: Tensor) -> bool:
 
 
 def _needs_alignment(a: Tensor) -> bool:
-    """Whether a dimension that is not a multiple of 8 makes products slow: half precision on CUDA.
-
-    Such products take up to eight times as long.
-    """
+    """Whether sizes that are no multiple of 8 slow products up to eight times: half on CUDA."""
     return a.device.type == "cuda" and a.element_size() == 2
 
 
 def _cut(size: int) -> tuple[slice, slice] | None:
-    """The largest multiple of 64 within `size`, and the rest, as slices.
-
-    None where a cut gains nothing.
-    """
+    """The largest multiple of 64 within `size`, and the rest; None where a cut gains nothing."""
     most = size // 64 * 64
     return None if size % 8 == 0 or size < 64 else (slice(0, most), slice(most, size))
 

@@ -374,10 +374,7 @@ def _complete_plan(head: Head, work: Work, plan: Plan) -> Plan:
 
 
 def _free(head: Head) -> int:
-    """Free memory; with a vocabulary over several ranks, the least of them.
-
-    All ranks must choose the same plan.
-    """
+    """Free memory; of several ranks, the least, because all must choose the same plan."""
     return free_bytes(head.hidden) if head.vocabulary.free is None else head.vocabulary.free
 
 

@@ -80,10 +80,7 @@ class Partials(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Statistics of rows, `[R]` each.
-
-    logp: of the row's id. entropy: None if not wanted. lse: log Σ eˢ.
-    """
+    """Statistics of rows `[R]`: the id's logp, the entropy (None: not wanted), lse = log Σ eˢ."""
 
     logp: Tensor
     entropy: Tensor | None

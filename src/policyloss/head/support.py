@@ -27,10 +27,7 @@ class KeptEntries(NamedTuple):
     columns: Tensor
 
     def restrict(self, z: Tensor, start: int = 0) -> None:
-        """Replace every other logit of z `[R, V]` by `ABSENT`: its exponential is 0.
-
-        start: the column that z begins with.
-        """
+        """Replace all other logits of z `[R, V]` by `ABSENT`. start: the column it begins with."""
         columns = self.columns - start
         here = (columns >= 0) & (columns < z.shape[1])
         place = self.rows[here], columns[here]
@@ -47,10 +44,7 @@ class Support(NamedTuple):
 
     @classmethod
     def of(cls, support: Any, tokens: Tensor) -> Support | None:
-        """The argument `support`, for `tokens` (one id each); all but the values of ids is checked.
-
-        This waits for the device that the offsets are on.
-        """
+        """The argument `support`, checked but for the values of ids; waits for the device."""
         if support is None:
             return None
         if not isinstance(support, (tuple, list)) or len(support) != 2:

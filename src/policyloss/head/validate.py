@@ -22,10 +22,7 @@ from policyloss.tokens import checked_mask
 
 
 def check_ids(ids: Any, of: str, x: Tensor) -> None:
-    """Raise unless `ids` are integers on the device of x `[..., D]`, one per token.
-
-    of: the name of x.
-    """
+    """Raise unless `ids` are integers on the device of x `[..., D]`, called `of`, one per token."""
     refuse_transforms()
     check_tensor("ids", ids, "integer", (of, x))
     if ids.shape != x.shape[:-1]:
@@ -122,10 +119,7 @@ _streams: dict[torch.device, Any] = {}
 
 @contextmanager
 def side_stream(moment: Any, device: torch.device) -> Iterator[None]:
-    """Run on a side stream that waits only for work queued before `moment`.
-
-    moment: an event of the current stream; None off CUDA, where nothing is queued.
-    """
+    """Run on a side stream that waits only for work before the event `moment` (None off CUDA)."""
     if moment is None:
         yield
         return
@@ -138,10 +132,7 @@ def side_stream(moment: Any, device: torch.device) -> Iterator[None]:
 
 
 def check_mask(mask: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """`mask` as bool, flat; None if the mask is None.
-
-    This waits for the device if the mask is not bool, as the head does anyway.
-    """
+    """`mask` as bool, flat, or None; waits for the device unless the mask is bool."""
     if mask is None:
         return None
     valid, invalid = checked_mask(mask, tokens)
@@ -153,10 +144,7 @@ def check_mask(mask: Tensor | None, tokens: Tensor) -> Tensor | None:
 def inverse_temperature(
     temperature: float | Tensor, tokens: tuple[int, ...], x: Tensor
 ) -> float | Tensor:
-    """`1 / temperature`: a number, or one per token in the dtype of logits from x, flat.
-
-    The values of a tensor are checked by `value_summary`.
-    """
+    """`1 / temperature`: a number, or one per token, flat, whose values `value_summary` checks."""
     if isinstance(temperature, Tensor):
         elsewhere = temperature.dim() > 0 or temperature.is_meta
         check_tensor("temperature", temperature, like=("the logits", x) if elsewhere else None)

@@ -34,10 +34,7 @@ class Vocabulary(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, group: Any, tokens: int, free: Callable[[], int]) -> Vocabulary:
-        """The vocabulary of which this rank holds the shard `weight` `[V_r, D]`.
-
-        Shards follow each other in the order of ranks, and need not have the same size.
-        """
+        """The vocabulary of shards `weight` `[V_r, D]` of any size, in the order of ranks."""
         if group is None:
             return cls(weight.shape[0], weight.shape[0])
         here = torch.tensor([weight.shape[0], tokens, free()], device=weight.device)
@@ -79,9 +76,7 @@ class Vocabulary(NamedTuple):
         return Partials(top, together[0], moment, together[1])
 
     def top(self, x: Tensor, k: int) -> Tensor:
-        """The global ids of the k largest entries of rows that are split over ranks. `[R, V_r]` →
-        `[R, k]`.
-        """
+        """The global ids `[R, k]` of the k largest entries of rows that are split over ranks."""
         values, ids = x.topk(min(k, x.shape[1]), -1)
         if self.group is None:
             return ids

@@ -77,10 +77,7 @@ class TokenBatch:
 
     @cached_property
     def average(self) -> Tensor:
-        """The weight of each token in the average.
-
-        Computed at the first use: by then the device has a matmul to work on.
-        """
+        """The weight of each token, computed when a matmul keeps the device busy."""
         t = self.tokens
         weight: Tensor = self.spec.aggregate(t.with_totals(self.step))
         return weight if weight.dim() == 0 else weight.broadcast_to(t.mask.shape)
@@ -126,9 +123,7 @@ class TokenBatch:
         return list(of_rows.values())
 
     def _of(self, window: Window, known: dict[str, Tensor]) -> tuple[Tokens, Index]:
-        """The tokens of the window alone: a row of single tokens `[1, R]`, or a pack of complete
-        sequences.
-        """
+        """The tokens of the window: single tokens `[1, R]`, or a pack of complete sequences."""
         at = window.rows if window.tokens is None else window.tokens
         shape = (1, -1) if window.cu_seqlens is None else (-1,)
 
@@ -194,9 +189,7 @@ class MixedBatch:
 
 @dataclass(frozen=True, eq=False)
 class _BatchCorrection:
-    """A correction with its result for the batch: it may have read sequences, which a window need
-    not hold.
-    """
+    """A correction with its result for the batch: a window need not hold the sequences it read."""
 
     result: Corrected
     name: str
@@ -225,9 +218,7 @@ def entropy_has_slope(spec: LossSpec) -> bool:
 
 @dataclass(frozen=True)
 class _SingleTokens(Sequences):
-    """The layout of tokens from anywhere in the batch: a part that reads sequences needs a larger
-    reach.
-    """
+    """Tokens from anywhere in the batch: a part that reads sequences needs a larger reach."""
 
     def _refuse(self, x: Tensor) -> NoReturn:
         raise InputError(

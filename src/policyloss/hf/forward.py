@@ -191,9 +191,7 @@ _tried: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
 
 
 def left_padded_positions(attention_mask: Tensor) -> Tensor | None:
-    """The positions of tokens if some row has its padding on the left, where counting the row's
-    entries would be wrong; None leaves them to the model. `[B, T]`
-    """
+    """Positions `[B, T]` from each row's first token; None if no row is padded on the left."""
     live = attention_mask.bool()
     if bool(live[:, 0].all()):
         return None

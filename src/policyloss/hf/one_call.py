@@ -86,9 +86,7 @@ class ModelCall:
         return cls(model, inputs, ids.reshape(-1) if packed else ids, row, cu_seqlens, tried)
 
     def predicting(self, x: Tensor) -> Tensor:
-        """The rows that predict `ids`, of one row per input token: `[B, T, X]` → `[B, n, X]`; with
-        an index, all rows.
-        """
+        """The rows of x that predict `ids`, `[B, T, X]` → `[B, n, X]`; with an index, all."""
         if x.shape[:2] != self.inputs["input_ids"].shape:
             raise InputError(
                 f"{type(language_model(self.model)).__name__} has {tuple(x.shape)} before its head "

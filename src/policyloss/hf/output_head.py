@@ -25,9 +25,7 @@ class UnknownHeadError(InputError):
 
 
 def language_model(model: Any) -> Any:
-    """The model inside its wrappers: the outermost module that has `get_output_embeddings` inside
-    DDP, FSDP, DeepSpeed and torch.compile, and inside PEFT.
-    """
+    """The model inside its wrappers: DDP, FSDP, DeepSpeed, torch.compile and PEFT."""
     inside = model
     while not hasattr(inside, "get_output_embeddings"):
         wrapped = getattr(inside, "module", None) or getattr(inside, "_orig_mod", None)

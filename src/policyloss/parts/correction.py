@@ -477,10 +477,7 @@ class Combined(NamedTuple):
 
 
 def combine(corrections: tuple[Any, ...], t: Tokens, group: Any = None) -> Combined:
-    """Apply every correction of a spec to `t`. group: the ranks that share batch-wide numbers.
-
-    `SelfNormalise` is left out: it is applied after rejected tokens have left the mask.
-    """
+    """Apply all corrections but `SelfNormalise`. group: ranks that share batch-wide numbers."""
     weight: Tensor | None = None
     keep: Tensor | None = None
     verdicts: dict[str, Tensor] = {}

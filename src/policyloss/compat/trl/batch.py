@@ -69,10 +69,7 @@ def head_loss(
     totals: Totals | Literal["local"],
     **options: Any,
 ) -> HeadOutput:
-    """`batch_loss` from hidden states in one pass: the loss with its gradient.
-
-    hidden: `[B, T, D]`, the states that predict the completion. options: of the head.
-    """
+    """`batch_loss` in one pass, from the hidden states `[B, T, D]`. options: of the head."""
     _check_inputs(inputs, ("ids", ids))
     arguments = _arguments(spec, inputs, "current", None)
     return linear_policy_loss(
@@ -86,9 +83,7 @@ def _arguments(
     on_policy: Tensor | Literal["current"],
     keep: Tensor | None,
 ) -> dict[str, Any]:
-    """The arguments of `policy_loss` without logp. on_policy: the old log-probabilities of a batch
-    that has none.
-    """
+    """The arguments of `policy_loss` without logp. on_policy: old_logp if the batch has none."""
     spec = ready_spec(spec)
     old, sampling = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
     old = on_policy if old is None else old
@@ -125,9 +120,7 @@ def _check_inputs(inputs: Mapping[str, Any], like: tuple[str, Tensor]) -> None:
 
 
 def _on_engine_logp(part: Any, sampling: Tensor | None) -> Any:
-    """`part`; if it is an `OPSM` on the engine's log-probabilities, a token without a score has no
-    drift, instead of the drift from old_logp.
-    """
+    """`part`; in an `OPSM` on the engine's logp, a token without a score has no drift."""
     if sampling is None or not isinstance(part, OPSM) or part.source != "rollout":
         return part
 

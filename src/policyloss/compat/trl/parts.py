@@ -167,9 +167,7 @@ def offsets_of(segment_id: Tensor) -> Tensor:
 def likelihood_loss(
     logp: Tensor, mask: Tensor, items: Tensor | int | None, aux: Tensor | None, coef: float
 ) -> Tensor:
-    """The loss that TRL's fused head returns: `−Σ logp / items` plus `coef` times the router loss.
-    items: by default the tokens of `mask`.
-    """
+    """`−Σ logp / items` (by default the tokens of `mask`) plus `coef` times the router loss."""
     count = mask.sum().clamp(min=1) if items is None else items
     loss = -logp.sum() / count
     return loss if aux is None else loss + coef * aux

@@ -48,9 +48,7 @@ CONFIG_METRICS = ("clip_ratio/", "cispo_clip_ratio", "vespo/", "policy_loss")
 
 @dataclass
 class _Watched:
-    """Intermediate results of TRL's loss: log-probabilities, entropies, and the mask of the tokens
-    that keep a policy term (None: all).
-    """
+    """Intermediate results of TRL's loss. keep: the tokens that keep a policy term (None: all)."""
 
     logp: Tensor = field(init=False)
     entropy: Tensor = field(init=False)

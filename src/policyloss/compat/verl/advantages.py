@@ -300,9 +300,7 @@ def compute_multi_turn_optimal_token_baseline_advantage(call: TokenBaselineCall)
 
 
 def group_numbers(index: Any, rows: Tensor) -> Tensor:
-    """`index` as one integer per row of `rows`. Labels may be strings, numbers or a tensor; equal
-    labels get the same integer.
-    """
+    """`index` (strings, numbers or a tensor) as an integer per row, the same for equal labels."""
     try:
         labels = index.tolist() if hasattr(index, "tolist") else list(index)
         number_of: dict[Any, int] = {}

@@ -43,9 +43,7 @@ AGG_MODES = tuple(AVERAGES)
 
 
 class NotOfferedError(InputError, NotImplementedError):
-    """An option of verl that this library lacks: a NotImplementedError as in verl, and a ValueError
-    as every error here.
-    """
+    """An option of verl that is missing here: verl's NotImplementedError, and a ValueError."""
 
 
 def aggregation(

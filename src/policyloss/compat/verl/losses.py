@@ -126,9 +126,7 @@ class LossCall:
         return out.loss, self.report(shares[0], shares[1], self.drift(log_clamp, drift))
 
     def share(self, out: LossOutput, limits: Sequence[str]) -> Tensor:
-        """The share of tokens at these limits of the trust region ("upper", "dual"), 0-dim; 0 for
-        no limit.
-        """
+        """The share of tokens at these limits ("upper", "dual"), 0-dim; 0 for no limit."""
         records = [out.metrics[f"clip_fraction_{limit}"] for limit in limits]
         if not records:
             return self.log_prob.new_zeros(())
@@ -141,9 +139,7 @@ class LossCall:
         return difference(new, old, as_mask(self.response_mask, new), compute_dtype(new, old))
 
     def drift(self, log_clamp: Any = None, estimator: str = "k1") -> Tensor:
-        """verl's `ppo_kl`: the mean over valid tokens of an estimate from the (clamped) log-ratio,
-        0-dim.
-        """
+        """verl's `ppo_kl`, 0-dim: the mean of an estimate from the (clamped) log-ratios."""
         valid = as_mask(self.response_mask, self.log_prob)
         estimates = estimate(bound(self.log_ratio, log_clamp), estimator)
         return masked_mean(estimates, valid, guard(self.response_mask))

@@ -20,9 +20,7 @@ from policyloss.tokens import Tokens
 
 
 def masked_mean(x: Tensor, mask: Tensor, epsilon: float = 0.0) -> Tensor:
-    """`Σ x / (n + epsilon)` over the n valid tokens, 0-dim, in the dtype of x (for flags, in the
-    accumulator's).
-    """
+    """`Σ x / (n + epsilon)` over n valid tokens, 0-dim; of flags, in the accumulator's dtype."""
     x = x.to(accumulator_dtype(x.device)) if x.dtype == torch.bool else x
     return torch.where(mask, x, 0).sum() / (mask.sum().to(x.dtype) + epsilon)
 
@@ -35,18 +33,14 @@ def outside_by_sign(
     mask: Tensor,
     epsilon: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The shares of valid tokens outside [-eps_low, eps_high] with A > 0, and with A < 0. epsilon:
-    as in `masked_mean`.
-    """
+    """The shares of valid tokens outside [-eps_low, eps_high] with A > 0, and with A < 0."""
     outside = outside_clamp(log_ratio, (-eps_low, eps_high))
     positive, negative = outside & (advantages > 0), outside & (advantages < 0)
     return masked_mean(positive, mask, epsilon), masked_mean(negative, mask, epsilon)
 
 
 def share_of_gradient(x: Tensor, ranks: int) -> Tensor:
-    """`x`, with its gradient divided by the number of ranks, because each rank computes the
-    complete gradient and verl adds them up.
-    """
+    """`x`, with its gradient divided by the ranks: each has all of it, and verl adds them up."""
     share = x.view_as(x)
     if share.requires_grad:
         share.register_hook(lambda grad: grad / ranks)  # type: ignore[no-untyped-call]
@@ -65,9 +59,7 @@ class OfThisCall:
 
 @dataclass(frozen=True)
 class LocalCovClip:
-    """Clip-Cov over one call. As in verl, `torch.randperm` draws the tokens to drop. epsilon: added
-    to the number of tokens in the two means (verl: 1e-8).
-    """
+    """Clip-Cov over one call; `torch.randperm` draws, as in verl. epsilon: added to a count."""
 
     part: CovClip
     epsilon: float = 0.0
@@ -108,9 +100,7 @@ class MeanAdvantageGeometricClip:
 
 @dataclass(frozen=True, eq=False)
 class GeometricMeanWeight(GivenWeight):
-    """The geometric mean over each sequence of a weight that the caller passes,
-    `exp(Σ log(w + floor) / (L + epsilon))`.
-    """
+    """The geometric mean of w over each sequence, `exp(Σ log(w + floor) / (L + epsilon))`."""
 
     floor: float
     epsilon: float

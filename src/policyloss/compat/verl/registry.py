@@ -84,9 +84,7 @@ def as_verl_loss(name: str, spec: LossSpec) -> VerlLoss:
 
 
 def step_totals(mask: Tensor, info: Mapping[str, Any]) -> Totals:
-    """The totals of the optimizer step from verl's `global_batch_info`, or of this call where it is
-    empty.
-    """
+    """The step's totals from verl's `global_batch_info`, or of this call where it is empty."""
     totals = Totals.of_call(mask, settings.either(info.get("dp_size"), 1))
     for ours, theirs in (("tokens", "batch_num_tokens"), ("sequences", "global_batch_size")):
         if info.get(theirs) is not None:

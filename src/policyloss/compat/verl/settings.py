@@ -78,9 +78,7 @@ def read_number(config: Any, name: str) -> float:
 
 
 def since(release: str | None, version: str) -> bool:
-    """Whether `release` (None: the current one) is `version` or newer; raises if it is older than
-    `OLDEST`.
-    """
+    """Whether `release` (None: the current one) is at least `version`; raise if before `OLDEST`."""
     if not at_least(release, OLDEST):
         raise SpecError(
             f"release={release!r} is older than {OLDEST}, the oldest supported release of verl."
@@ -310,9 +308,7 @@ def check_config(config: Any) -> None:
 
 
 def advantages_of(config: Any) -> tuple[str | None, str]:
-    """The estimator of `policyloss.advantage` of a complete configuration, or None; and the setting
-    that selects it.
-    """
+    """The estimator of `policyloss.advantage` of a configuration, or None; and its setting."""
     algorithm = read_field(config, "algorithm")
     adv_estimator = read_field(algorithm, "adv_estimator", "gae")
     chosen = str(getattr(adv_estimator, "value", adv_estimator))

@@ -201,10 +201,7 @@ def _write(field: str, value: Any, recorder: _Recorder) -> Any:
 def _choose_lines(
     roots: dict[str, Expression], labels: dict[Expression, str], stated: set[Expression]
 ) -> dict[Expression, str]:
-    """The subexpressions that get a line of their own, and its name.
-
-    They have a label, and were stated, are used twice, or join several tests.
-    """
+    """The subexpressions with a label that were stated, are used twice, or join tests."""
     uses: Counter[Expression] = Counter()
 
     def count(x: Expression) -> None:

@@ -179,10 +179,7 @@ def compute_rows(
     teacher_room: Room | None,
     entropy: bool,
 ) -> tuple[HeadRows, Tensor, Statistics]:
-    """The rows at `at` with their teacher's numbers, their logits in `room`, and their statistics.
-
-    teacher_room: memory for the teacher's logits.
-    """
+    """The rows at `at` with their teacher's numbers, their logits, and their statistics."""
     rows = head.rows(at)
     if comparison is None:
         return rows, *head.forward(rows, room, entropy)
@@ -194,10 +191,7 @@ def compute_rows(
 def start_checks(
     head: Head, comparison: Comparison | None, valid: Tensor | None
 ) -> Callable[[], None]:
-    """Start to count the invalid values; the returned function waits for the counts, and raises.
-
-    Call this after queueing work, to hide the wait.
-    """
+    """Start to count invalid values, behind queued work; the result waits for them, and raises."""
     stray = read_later(value_summary(head, valid))
     counts = None if comparison is None else comparison.counts(valid)
     wrong = None if counts is None else read_later(counts)
@@ -213,10 +207,7 @@ def start_checks(
 def comparison_of(
     teacher: Any, measure: Measure, head: Head, tokens: tuple[int, ...]
 ) -> Comparison:
-    """The teacher of a call, checked but for the values of a `TopK`.
-
-    head: the student's. tokens: the shape of the student's tokens.
-    """
+    """The teacher of a call, checked but for a `TopK`'s values. head, tokens: the student's."""
     if head.tiles is not None:
         raise InputError(
             "exact() does not cover a teacher: the comparison of two distributions has no fixed "

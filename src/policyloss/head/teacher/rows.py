@@ -40,10 +40,7 @@ KERNELS = "policyloss.head.teacher.kernels"
 
 
 class PairStatistics(NamedTuple):
-    """The inputs of the backward of complete rows, `[R]` each.
-
-    lse: the log-sum-exp of the teacher's scaled logits. total: the sum of the slopes.
-    """
+    """Numbers of complete rows `[R]`. lse: of the teacher's scaled logits. total: Σ slopes."""
 
     divergence: Tensor
     lse: Tensor
