@@ -16,6 +16,7 @@ from torch import Tensor
 from policyloss.arguments import check_group
 from policyloss.errors import InputError
 from policyloss.functional.exact import is_exact, stays_eager
+from policyloss.head import validate
 from policyloss.head.backward import BackwardInputs, GradientTypes, keep_probabilities
 from policyloss.head.head import Head, Index, LogProbs, operands, windows
 from policyloss.head.plans import RECOMPUTE, STASH, Plan, Work, free_bytes, logprob_plan
@@ -25,14 +26,6 @@ from policyloss.head.teacher.comparison import Comparison, compute_rows, start_c
 from policyloss.head.teacher.rows import Entries, PairStatistics
 from policyloss.head.terms import distinct_rows
 from policyloss.head.tiles import Tiles
-from policyloss.head.validate import (
-    check_ids,
-    check_mask,
-    check_matrices,
-    check_softcap,
-    check_vocabulary,
-    inverse_temperature,
-)
 from policyloss.head.vocab_parallel import Vocabulary
 
 
@@ -102,7 +95,7 @@ def rows_with_gradient(
     sources: Sources, head: Head, mask: Tensor | None, plan: str | Plan, outputs: Outputs
 ) -> Any:
     """logp, entropy and divergence of every row of `head`, flat; None if not wanted."""
-    valid = check_mask(mask, head.ids.view(sources[0].shape[:-1]))
+    valid = validate.check_mask(mask, head.ids.view(sources[0].shape[:-1]))
     index = live_rows(valid)
     chosen = logprob_plan(head, work_of(sources, head, index, outputs), plan)
     start = partial(start_checks, head, outputs.comparison, valid)
@@ -124,7 +117,7 @@ def head_and_sources(
     """The head of a call, checked except for the values of the ids (`value_summary`), its sources,
     and the mask of its rows: with an index, of the distinct rows that its terms read.
     """
-    check_matrices(hidden, weight, bias)
+    validate.check_matrices(hidden, weight, bias)
     terms = None
     if index is not None:
         if support is not None:
@@ -136,12 +129,12 @@ def head_and_sources(
         hidden, ids, temperature, mask, terms = distinct
     check_group("vocab_group", vocab_group)
     if vocab_group is None:  # with a group, all ranks raise together
-        check_vocabulary("weight", weight, weight.shape[0])
+        validate.check_vocabulary("weight", weight, weight.shape[0])
     tokens = tuple(hidden.shape[:-1])
-    check_ids(ids, "hidden", hidden)
-    check_softcap(softcap)
+    validate.check_ids(ids, "hidden", hidden)
+    validate.check_softcap(softcap)
     x, w, b = operands(hidden, weight, bias)
-    rate = inverse_temperature(temperature, tokens, x)
+    rate = validate.inverse_temperature(temperature, tokens, x)
     vocabulary = Vocabulary.of(weight, vocab_group, x.shape[0], lambda: free_bytes(hidden))
     flat = ids.reshape(-1).to(torch.int64)
     tiles, kept = None, Support.of(support, flat)

@@ -15,6 +15,7 @@ from torch import Tensor
 from policyloss.errors import InputError
 from policyloss.functional.exact import is_exact, stays_eager
 from policyloss.functional.masking import compute_dtype
+from policyloss.head import validate
 from policyloss.head.head import Head, LogProbs, windows
 from policyloss.head.matmul import Room
 from policyloss.head.softmax_rows import (
@@ -27,17 +28,6 @@ from policyloss.head.softmax_rows import (
 )
 from policyloss.head.support import Support, SupportArgument
 from policyloss.head.tiles import Tiles
-from policyloss.head.validate import (
-    check_ids,
-    check_logits,
-    check_mask,
-    check_softcap,
-    inverse_temperature,
-    read_later,
-    refuse_values,
-    side_stream,
-    value_summary,
-)
 from policyloss.head.vocab_parallel import Vocabulary
 
 COPY_BYTES = 256 << 20  # of logits that are restricted to a support at a time
@@ -70,7 +60,7 @@ def logprobs(
     Returns `LogProbs(logp, entropy)`, `[...]` each, float32 (float64 for float64); entropy is None
     without `entropy=True`.
     """
-    check_logits(logits)
+    validate.check_logits(logits)
     if hasattr(logits, "full_tensor"):
         raise InputError(
             "logits is a DTensor; pass logits.full_tensor(), or use linear_logprobs with "
@@ -85,10 +75,10 @@ def logprobs(
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     tokens = tuple(logits.shape[:-1])
-    check_ids(ids, "logits", logits)
-    check_softcap(softcap)
-    valid = check_mask(mask, ids)
-    rate = inverse_temperature(temperature, tokens, logits)
+    validate.check_ids(ids, "logits", logits)
+    validate.check_softcap(softcap)
+    valid = validate.check_mask(mask, ids)
+    rate = validate.inverse_temperature(temperature, tokens, logits)
     vocabulary = Vocabulary(logits.shape[-1], logits.shape[-1])
     flat, kept = ids.reshape(-1).to(torch.int64), Support.of(support, ids)
     # The check of values reads ids and temperatures from a head.
@@ -98,9 +88,9 @@ def logprobs(
     outputs = _Logprobs.apply(logits, flat, valid, scaling, kept, entropy, overwrite_logits)  # type: ignore[no-untyped-call]
     # Check the values after the launch, so that the device has work, and on another stream, so that
     # the host need not wait for that work.
-    with side_stream(moment, logits.device):
-        read = read_later(value_summary(head, valid))
-    refuse_values(read(), head, valid)
+    with validate.side_stream(moment, logits.device):
+        read = validate.read_later(validate.value_summary(head, valid))
+    validate.refuse_values(read(), head, valid)
     return LogProbs(outputs[0].view(tokens), outputs[1].view(tokens) if entropy else None)
 
 

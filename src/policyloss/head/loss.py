@@ -15,31 +15,13 @@ from policyloss.catalogue import AnyLoss
 from policyloss.errors import InputError, InputTypeError
 from policyloss.functional.exact import exact, stays_eager
 from policyloss.functional.precomputed import with_known_gradients
+from policyloss.head import linear, windows
 from policyloss.head.backward import GradientTypes
 from policyloss.head.head import Head
-from policyloss.head.linear import (
-    HEAD_OPTIONS,
-    Outputs,
-    Sources,
-    head_and_sources,
-    live_rows,
-    rows_with_gradient,
-    work_of,
-)
 from policyloss.head.plans import Plan, Work, logprob_plan, loss_plan
 from policyloss.head.support import SupportArgument
 from policyloss.head.teacher.comparison import Comparison, comparison_of, comparison_of_spec
 from policyloss.head.validate import check_mask
-from policyloss.head.windows import (
-    AnyBatch,
-    MixedBatch,
-    TokenBatch,
-    batch_of,
-    entropy_has_slope,
-    run_windows,
-    sequence_windows,
-    token_windows,
-)
 from policyloss.inputs import (
     DIFFERENTIATED,
     Inputs,
@@ -125,7 +107,7 @@ def linear_policy_loss(
     check_level(metrics)
     spec = ready_loss(spec)
     options = (bias, temperature, softcap, vocab_group, support, index)
-    head, sources, rows = head_and_sources(hidden, weight, ids, mask, *options)
+    head, sources, rows = linear.head_and_sources(hidden, weight, ids, mask, *options)
     call = _HeadLoss(
         spec,
         sources,
@@ -164,16 +146,18 @@ def explain_plan(
     `linear_divergence` if there is a `teacher`; old_logp and advantages are then not needed. The
     number of rows is read from the device (a sync). With `vocab_group`, call it on every rank.
     """
-    of_head = {name: arguments.pop(name) for name in HEAD_OPTIONS if name in arguments}
-    head, sources, rows = head_and_sources(hidden, weight, ids, mask, **of_head)
+    of_head = {name: arguments.pop(name) for name in linear.HEAD_OPTIONS if name in arguments}
+    head, sources, rows = linear.head_and_sources(hidden, weight, ids, mask, **of_head)
     tokens = tuple(ids.shape)
     if spec is None:
-        outputs = Outputs()
+        outputs = linear.Outputs()
         if teacher is not None:
             part = Divergence(arguments.pop("kind", "reverse"), 1.0, **arguments)
-            outputs = Outputs(False, False, comparison_of(teacher, part.measure, head, tokens))
-        live = live_rows(check_mask(rows, head.ids.view(sources[0].shape[:-1])))
-        return logprob_plan(head, work_of(sources, head, live, outputs), plan)
+            outputs = linear.Outputs(
+                False, False, comparison_of(teacher, part.measure, head, tokens)
+            )
+        live = linear.live_rows(check_mask(rows, head.ids.view(sources[0].shape[:-1])))
+        return logprob_plan(head, linear.work_of(sources, head, live, outputs), plan)
     if advantages is None or mask is None:
         raise InputError("explain_plan of a loss needs advantages and mask: they select the rows.")
     check_level(arguments.pop("metrics", "all"))
@@ -209,7 +193,7 @@ class _HeadLoss:
     """
 
     spec: LossSpec | Mixture
-    sources: Sources
+    sources: linear.Sources
     head: Head
     rows: Tensor | None
     inputs: Inputs
@@ -218,7 +202,7 @@ class _HeadLoss:
     stand_in: str | None
     skip: bool
 
-    def decide(self, plan: str | Plan) -> tuple[AnyBatch | None, Work, Plan]:
+    def decide(self, plan: str | Plan) -> tuple[windows.AnyBatch | None, Work, Plan]:
         """Find the rows that matter, and choose the plan.
 
         The batch is None if a window does not determine the gradient of its tokens.
@@ -234,15 +218,15 @@ class _HeadLoss:
         valid = t.mask.reshape(-1)
         calls = stream_calls(self.spec, self.inputs, self.step)
         reach, why = max(map(self._reach, calls), key=lambda reason: REACHES.index(reason[0]))
-        batch: AnyBatch | None = None
+        batch: windows.AnyBatch | None = None
         if reach != "batch" and isinstance(self.spec, LossSpec):
-            batch = batch_of(self.spec, t, self.step, self.stand_in)
+            batch = windows.batch_of(self.spec, t, self.step, self.stand_in)
         elif reach != "batch":
             streams = (
-                (c.weight, batch_of(c.spec, self._tokens(c.inputs), c.step, self.stand_in))
+                (c.weight, windows.batch_of(c.spec, self._tokens(c.inputs), c.step, self.stand_in))
                 for c in calls
             )
-            batch = MixedBatch(t, tuple(streams))
+            batch = windows.MixedBatch(t, tuple(streams))
         terms = (valid, valid) if batch is None else (batch.rows, batch.live)
         rows, live = map(self.head.row_flags, terms)
         longest = t.counts.max() if t.counts.numel() else rows.sum()
@@ -288,15 +272,15 @@ class _HeadLoss:
                 f"skip_zero_advantage needs plan='one_pass', but this call takes {plan.name!r} "
                 f"({plan.reason})."
             )
-        outputs = Outputs(entropy=True, comparison=self.comparison)
-        flat = rows_with_gradient(self.sources, self.head, self.rows, plan, outputs)
+        outputs = linear.Outputs(entropy=True, comparison=self.comparison)
+        flat = linear.rows_with_gradient(self.sources, self.head, self.rows, plan, outputs)
         computed = zip(("logp", *DIFFERENTIATED), flat, strict=True)
         tokens = self.inputs.logp.shape
         of_terms = self.head.of_terms
         known = {name: of_terms(x).view(tokens) for name, x in computed if x is not None}
         detached = {name: x.detach() for name, x in known.items()}
         specs = self.spec.specs if isinstance(self.spec, Mixture) else (self.spec,)
-        if not any(map(entropy_has_slope, specs)):
+        if not any(map(windows.entropy_has_slope, specs)):
             known["entropy"] = detached["entropy"]
         loss = loss_of(self.spec, self._inputs_with(known), self.step, metrics)
         return HeadOutput(loss.loss, loss.metrics, **detached)
@@ -310,14 +294,14 @@ class _HeadLoss:
         return inputs.replace(old_logp=stand_in_logp(self.stand_in, *policies, inputs.ages))
 
     def run_windows(
-        self, batch: AnyBatch, work: Work, plan: Plan, metrics: MetricsLevel
+        self, batch: windows.AnyBatch, work: Work, plan: Plan, metrics: MetricsLevel
     ) -> HeadOutput:
         """The loss window by window; a window's gradient is computed while its logits exist."""
         head, tokens = self.head, self.inputs.logp.shape
         if self.spec.reach == "sequence":
-            all_windows = sequence_windows(batch, work, plan.rows)
+            all_windows = windows.sequence_windows(batch, work, plan.rows)
         else:
-            all_windows = token_windows(head, batch, work, plan.rows)
+            all_windows = windows.token_windows(head, batch, work, plan.rows)
             if head.terms is not None:
                 all_windows = [window.with_terms(head.terms) for window in all_windows]
         wanted = GradientTypes.of(*self.sources)
@@ -326,7 +310,7 @@ class _HeadLoss:
         def run(check: bool) -> tuple[dict[str, Tensor], list[Tensor]]:
             everything = plan.gathered >= work.with_gradient
             sums = plan.start_sums(head, wanted, everything)
-            known = run_windows(head, batch, all_windows, sums, self.comparison, check)
+            known = windows.run_windows(head, batch, all_windows, sums, self.comparison, check)
             gradients = sums.gradients()  # by now the memory of the logits is free
             records.update(sums.records())
             pairs = zip(self.sources, gradients, strict=True)
@@ -336,7 +320,7 @@ class _HeadLoss:
             flat, gradients = run(check=True)
             known = {name: x.view(tokens) for name, x in flat.items()}
             spec, inputs = self.spec, self._inputs_with(known)
-            if self.skip and isinstance(batch, TokenBatch) and isinstance(spec, LossSpec):
+            if self.skip and isinstance(batch, windows.TokenBatch) and isinstance(spec, LossSpec):
                 weight = batch.weight
                 spec = spec.replace(
                     correction=batch.corrections if weight is None else GivenWeight(weight),

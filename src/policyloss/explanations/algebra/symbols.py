@@ -16,18 +16,6 @@ from typing import Any
 import torch
 
 from policyloss.explanations.algebra import expression as algebra
-from policyloss.explanations.algebra.expression import (
-    FALSE,
-    LENGTHS,
-    ONE,
-    TRUE,
-    ZERO,
-    Expression,
-    binary,
-    boolean,
-    constant,
-    function,
-)
 
 
 class NotDerivableError(Exception):
@@ -37,13 +25,13 @@ class NotDerivableError(Exception):
 class Written(float):
     """A float that remembers the expression it comes from."""
 
-    expression: Expression
+    expression: algebra.Expression
 
-    def __new__(cls, value: float, expression: Expression | None = None) -> Written:
+    def __new__(cls, value: float, expression: algebra.Expression | None = None) -> Written:
         """`value`, printed as `expression`, or as a number without one."""
         self = super().__new__(cls, value)
         plain = expression is None or math.isinf(value)
-        self.expression = constant(value) if plain or expression is None else expression
+        self.expression = algebra.constant(value) if plain or expression is None else expression
         return self
 
     def __neg__(self) -> Written:
@@ -55,17 +43,17 @@ def _compute(operator: str, a: Any, b: Any) -> Any:
         return NotImplemented
     x, y = float(a), float(b)
     value = {"+": x + y, "-": x - y, "*": x * y, "/": x / y if y else math.nan}[operator]
-    return Written(value, Expression(operator, (expression_of(a), expression_of(b))))
+    return Written(value, algebra.Expression(operator, (expression_of(a), expression_of(b))))
 
 
-def expression_of(x: Any) -> Expression:
+def expression_of(x: Any) -> algebra.Expression:
     """The expression of a symbol or a number."""
     if isinstance(x, (Symbol, Written)):
         return x.expression
     if isinstance(x, bool):
-        return boolean(x)
+        return algebra.boolean(x)
     if isinstance(x, (int, float)):
-        return constant(x)
+        return algebra.constant(x)
     raise NotDerivableError(f"a {type(x).__name__} is neither a symbol nor a number")
 
 
@@ -75,7 +63,7 @@ class Symbol:
     dtype, device = torch.float64, torch.device("cpu")
     __hash__ = None  # type: ignore[assignment]  # `==` compares token by token
 
-    def __init__(self, expression: Expression) -> None:
+    def __init__(self, expression: algebra.Expression) -> None:
         # Results under `torch.no_grad()` have no gradient.
         self.expression = expression if torch.is_grad_enabled() else algebra.stop(expression)
 
@@ -105,7 +93,7 @@ class Symbol:
 
 
 def _binary(operator: str, a: Any, b: Any) -> Symbol:
-    return Symbol(binary(operator, expression_of(a), expression_of(b)))
+    return Symbol(algebra.binary(operator, expression_of(a), expression_of(b)))
 
 
 _ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "truediv": "/"}
@@ -126,7 +114,7 @@ _define(Symbol, _binary, {**_ARITHMETIC, **_COMPARISONS, "and": "&", "or": "|", 
 
 
 def _call(called: str, *arguments: Any) -> Symbol:
-    return Symbol(function(called, *(expression_of(x) for x in arguments)))
+    return Symbol(algebra.function(called, *(expression_of(x) for x in arguments)))
 
 
 def _clamp(x: Any, *limits: Any, **named: Any) -> Symbol:
@@ -143,7 +131,7 @@ def _convert(x: Symbol, *args: Any, **kwargs: Any) -> Symbol:
     return x
 
 
-def _constant(expression: Expression) -> Callable[..., Symbol]:
+def _constant(expression: algebra.Expression) -> Callable[..., Symbol]:
     return lambda *args, **kwargs: Symbol(expression)
 
 
@@ -173,12 +161,16 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "detach": lambda x: Symbol(algebra.stop(expression_of(x))),
     "masked_fill": lambda x, condition, value: _call("where", condition, value, x),
     "full_like": lambda x, value, **kwargs: Symbol(expression_of(value)),
-    "ones_like": lambda x, dtype=None, **kwargs: Symbol(TRUE if dtype is torch.bool else ONE),
-    "zeros_like": lambda x, dtype=None, **kwargs: Symbol(FALSE if dtype is torch.bool else ZERO),
+    "ones_like": lambda x, dtype=None, **kwargs: Symbol(
+        algebra.TRUE if dtype is torch.bool else algebra.ONE
+    ),
+    "zeros_like": lambda x, dtype=None, **kwargs: Symbol(
+        algebra.FALSE if dtype is torch.bool else algebra.ZERO
+    ),
     # Guards against NaN and infinities are not printed.
-    "isnan": _constant(FALSE),
-    "isinf": _constant(FALSE),
-    "isfinite": _constant(TRUE),
+    "isnan": _constant(algebra.FALSE),
+    "isinf": _constant(algebra.FALSE),
+    "isfinite": _constant(algebra.TRUE),
 }
 
 
@@ -192,8 +184,8 @@ class SymbolicSequences:
 
     def sum(self, x: Any) -> Symbol:
         """The sum of `x`; of the mask, the number of tokens."""
-        counted = expression_of(x) == TRUE
-        return Symbol(LENGTHS[self.over]) if counted else _call(f"{self.over}_sum", x)
+        counted = expression_of(x) == algebra.TRUE
+        return Symbol(algebra.LENGTHS[self.over]) if counted else _call(f"{self.over}_sum", x)
 
     def sums(self, *xs: Any) -> tuple[Symbol, ...]:
         """The `sum` of each."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from policyloss.arguments import check_tensor, description
 from policyloss.errors import InputError
 from policyloss.functional.divergence import ONE_ENTRY, Measure, support_of
+from policyloss.head import validate
 from policyloss.head.head import Derivatives, Head, HeadRows, Index, operands
 from policyloss.head.matmul import Room, product
 from policyloss.head.softmax_rows import Scaling, Statistics, rescale, row_partials, row_statistics
@@ -26,15 +27,6 @@ from policyloss.head.teacher.rows import (
     pair_statistics,
     support_gradient,
     values_at,
-)
-from policyloss.head.validate import (
-    check_matrices,
-    check_softcap,
-    inverse_temperature,
-    read_later,
-    refuse_values,
-    unusable_temperatures,
-    value_summary,
 )
 from policyloss.mixture import Mixture
 from policyloss.spec import LossSpec
@@ -141,7 +133,9 @@ class Comparison:
         if self.known is not None:
             return self.known.counts(self.size, valid)
         rate = None if self.head is None else self.head.inverse_temperature
-        return unusable_temperatures(rate, valid).sum() if isinstance(rate, Tensor) else None
+        return (
+            validate.unusable_temperatures(rate, valid).sum() if isinstance(rate, Tensor) else None
+        )
 
     def refuse(self, counts: Any) -> None:
         """Raise if `counts`, read back, show a teacher that cannot be used."""
@@ -192,12 +186,12 @@ def start_checks(
     head: Head, comparison: Comparison | None, valid: Tensor | None
 ) -> Callable[[], None]:
     """Start to count invalid values, behind queued work; the result waits for them, and raises."""
-    stray = read_later(value_summary(head, valid))
+    stray = validate.read_later(validate.value_summary(head, valid))
     counts = None if comparison is None else comparison.counts(valid)
-    wrong = None if counts is None else read_later(counts)
+    wrong = None if counts is None else validate.read_later(counts)
 
     def finish() -> None:
-        refuse_values(stray(), head, valid)
+        validate.refuse_values(stray(), head, valid)
         if comparison is not None and wrong is not None:
             comparison.refuse(wrong())
 
@@ -238,15 +232,15 @@ def comparison_of(
 
 
 def _teacher_head(teacher: Teacher, head: Head, tokens: tuple[int, ...]) -> Head:
-    check_matrices(teacher.hidden, teacher.weight, teacher.bias, "teacher.")
+    validate.check_matrices(teacher.hidden, teacher.weight, teacher.bias, "teacher.")
     check_tensor("teacher.hidden", teacher.hidden, like=("hidden", head.hidden))
     _check_tokens("teacher.hidden", teacher.hidden, tokens, "D")
     _check_entries(
         "teacher.weight", teacher.weight.shape[0], head.weight.shape[0], "teacher.prefix({n})"
     )
-    check_softcap(teacher.softcap)
+    validate.check_softcap(teacher.softcap)
     x, w, b = operands(teacher.hidden, teacher.weight, teacher.bias)
-    rate = inverse_temperature(teacher.temperature, tokens, x)
+    rate = validate.inverse_temperature(teacher.temperature, tokens, x)
     return replace(
         head, hidden=x, weight=w, bias=b, inverse_temperature=rate, softcap=teacher.softcap
     )
