@@ -410,10 +410,8 @@ def count_step(
 
 
 def _share(pack: StepPack | None, number: int, cp_group: Any) -> tuple[Tensor, Tensor]:
-    """Count this rank's tokens, sequences, micro-batches, group ids (−1 without ids), and whether
-    it has weights, `[5]`.
-
-    Also return its group ids and lengths as `[2, S]`, empty without ids.
+    """The numbers `[5]` of this rank (tokens, sequences, micro-batches, group ids or −1, 1 for
+    weights), and its group ids and lengths `[2, S]`, empty without ids.
     """
     if pack is None:
         return torch.tensor([0, 0, 0, -1, 0]), torch.zeros(2, 0, dtype=torch.int64)

@@ -204,9 +204,7 @@ class Mixture(Part):
         return calls
 
     def metrics(self, of_streams: Mapping[str, Metrics], mask: Tensor) -> Metrics:
-        """The metrics of all streams by "stream/metric", their weighted `loss`, and `tokens`, the
-        valid tokens of the call.
-        """
+        """All metrics by "stream/metric", their weighted `loss`, and `tokens` of the call."""
         tokens = count(mask)
 
         def records() -> dict[str, Record]:

@@ -144,12 +144,10 @@ def _lambda_returns(
     last_values: Tensor | None = None,
     in_rows: bool = False,
 ) -> Tensor:
-    """The λ-returns `G_t = r_t + γ·z_{t+1}`, with `z_t = (1−λ)·V_t + λ·G_t`.
+    """The λ-returns `G_t = r_t + γ·z_{t+1}`, `z_t = (1−λ)·V_t + λ·G_t`, or `z_{t+1}` if masked.
 
-    At masked tokens, `z_t = z_{t+1}`.
     This is `A + V` of GAE, rearranged so that one scan, over z, also carries the next valid value
-    across masked tokens. in_rows: the rows are laid out for the exact
-    mode: each begins with its first valid token.
+    across masked tokens. in_rows: each row begins with its first valid token, as for exact bits.
     """
     if is_exact() and not in_rows:
         # The chunks of the scan follow from the place of a token, so each sequence becomes a row

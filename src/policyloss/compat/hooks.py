@@ -82,13 +82,11 @@ def default_of(config: Any, option: str, otherwise: Any) -> Any:
 def check_advantages(
     name: str, loss: LossSpec | str, estimator: str | None, setting: str, fix: Callable[[str], str]
 ) -> None:
-    """Warn if the framework's advantages differ from the advantages that define `loss` (or its
-    preset, if it is a variant of one).
+    """Warn if the framework's advantages differ from those that define `loss`, or its preset.
 
-    name: the framework's name of the loss. estimator: the function of `policyloss.advantage` that
-    computes the framework's advantages, or None. setting: the option that chooses
-    them, with its value. fix: returns the advice for an estimator, or "" if the framework does not
-    have it.
+    name: the framework's name of the loss. estimator: its estimator in `policyloss.advantage`, or
+    None. setting: the option that chooses it, with its value. fix: returns the advice for an
+    estimator, or "" if the framework lacks it.
     """
     spec = as_spec(loss)
     preset, exact = nearest_preset(spec)

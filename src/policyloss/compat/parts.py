@@ -24,9 +24,7 @@ EPSILON = 1e-8  # verl, OpenRLHF and ColossalChat add it to a count before divid
 @framework_part("aggregate", "parts")
 @dataclass(frozen=True)
 class GuardedSeqMeanTokenMean(SeqMeanTokenMean):
-    """`SeqMeanTokenMean` with `epsilon` added to every length, `1 / (B·(L_i + epsilon))`, as in
-    verl, OpenRLHF and ColossalChat.
-    """
+    """`SeqMeanTokenMean` with `epsilon` added to every length: `1 / (B·(L_i + epsilon))`."""
 
     epsilon: float
 
@@ -42,9 +40,7 @@ class GuardedSeqMeanTokenMean(SeqMeanTokenMean):
 
 
 def sample_mean(mask_dtype: torch.dtype) -> SeqMeanTokenMean:
-    """The mean over samples of their token means. OpenRLHF and ColossalChat add epsilon to a count
-    in the mask's precision, where only float64 changes by it.
-    """
+    """The mean over samples of their token means; epsilon changes a count in float64 only."""
     return GuardedSeqMeanTokenMean(EPSILON) if mask_dtype == torch.float64 else SeqMeanTokenMean()
 
 

@@ -119,9 +119,7 @@ def _node(
     names: Sequence[str],
     *tensors: Tensor,
 ) -> tuple[Tensor, ...] | None:
-    """The loss, the packed metrics, and unless the loss is differentiable, its gradients; None if
-    the call is wrong.
-
+    """The loss, packed metrics and, unless it is differentiable, gradients; None for a wrong call.
     It runs on stand-ins for tensors, once for Dynamo and once for the compiler behind it.
     """
     named = dict(zip(names, tensors, strict=True))

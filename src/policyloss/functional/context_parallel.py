@@ -129,10 +129,8 @@ def _turns_by_id(sequences: Sequences, mask: Tensor, turn_ids: Tensor) -> _Sorte
 
 
 def _turns_across(sequences: Sequences, mask: Tensor, positions: Tensor) -> _SortedTurns:
-    """The turns over all ranks of the context-parallel group.
-
-    Each rank joins its tokens to intervals. Only the ends of these travel, and every rank joins
-    them once more.
+    """The turns over all ranks of the context-parallel group. Each rank joins its tokens to
+    intervals; only the ends of these travel, and every rank joins them once more.
     """
     at, sequence, position = _valid_tokens(sequences, mask, positions)
     here = _joined_spans(sequence, position, position)

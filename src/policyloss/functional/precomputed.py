@@ -13,10 +13,8 @@ from policyloss.functional.triton_modules import kernels
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.autograd.function.once_differentiable`, without its cost where it has nothing to do.
-
-    The gradients are constants, so a second derivative would be wrong and is an error. Only a
-    backward with `create_graph=True` could need one.
+    """`once_differentiable`, without its cost unless `create_graph=True`: the gradients are
+    constants, so a second derivative would be wrong and is an error.
     """
     refusing = torch.autograd.function.once_differentiable(backward)
 

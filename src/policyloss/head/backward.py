@@ -314,9 +314,7 @@ class GradientSums:
 
 
 def _one_index(places: list[Index], ids: Tensor) -> Index:
-    """The rows of several windows as one index: a slice if each window begins where the one before
-    it ends, otherwise an index tensor on the device of `ids`.
-    """
+    """The rows of windows as one index: a slice if each begins where the last ends, or a tensor."""
     slices = [at for at in places if isinstance(at, slice)]
     if len(slices) == len(places) and all(a.stop == b.start for a, b in itertools.pairwise(slices)):
         return slice(slices[0].start, slices[-1].stop)
@@ -335,10 +333,8 @@ def keep_probabilities(z: Tensor, out: Tensor, rows: HeadRows, s: Statistics) ->
 
 
 def gradients_from_stash(inputs: BackwardInputs) -> HeadGradients:
-    """The gradients from the stash of the forward.
-
-    The gradient of the logits overwrites the probabilities. Forward and backward take three
-    matmuls, and the teacher's.
+    """The gradients from the stash of the forward; the gradient of the logits overwrites it.
+    Forward and backward take three matmuls, and the teacher's.
     """
     head, wanted = inputs.head, inputs.wanted
     rows, s, derivatives = inputs.select()

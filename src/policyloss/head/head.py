@@ -224,10 +224,8 @@ def operands(
 
 
 def half_scale(dtype: torch.dtype, *derivatives: Tensor | None) -> float:
-    """A power of two that brings derivatives near 1, for float16; 1 for other types.
-
-    The 1/N of a mean would vanish below the smallest number of float16. Reads a number back to the
-    host.
+    """A power of two that brings float16 derivatives near 1, because the 1/N of a mean would vanish
+    below its smallest number; 1 for other types. Reads a number back to the host.
     """
     if dtype != torch.float16:
         return 1.0

@@ -77,11 +77,7 @@ class Support(NamedTuple):
         return KeptEntries(rows, self.ids[place] - first)
 
     def faults(self, ids: Tensor, valid: Tensor | None, size: int) -> Tensor:
-        """Count the tokens outside their own support, and the support's ids outside the vocabulary.
-
-        ids, valid: the flattened token ids and their mask. size: of the vocabulary. Returns two
-        integers on the device.
-        """
+        """Count tokens outside their support, and its ids outside the vocabulary. `[2]`"""
         at = torch.repeat_interleave(self.offsets.diff(), output_size=self.ids.shape[0])
         hits = torch.zeros_like(ids).index_add_(0, at, (self.ids == ids[at]).to(torch.int64))
         outside = hits == 0 if valid is None else valid & (hits == 0)

@@ -39,10 +39,8 @@ def unusable_temperatures(rate: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def value_summary(head: Head, valid: Tensor | None) -> Tensor:
-    """The lowest and the highest id at valid positions, as integers on the device.
-
-    With a support, its faults follow. If each token has a temperature, also the number of
-    temperatures at valid positions that are not positive.
+    """The lowest and the highest id at valid positions, on the device; with a support, its faults;
+    and if each token has a temperature, the number of valid ones that are not positive.
     """
     if head.ids.numel() == 0:
         return head.ids.new_zeros(5)
@@ -55,11 +53,7 @@ def value_summary(head: Head, valid: Tensor | None) -> Tensor:
 
 
 def refuse_values(numbers: list[int], head: Head, valid: Tensor | None) -> None:
-    """Raise if `numbers`, from `value_summary`, show an id or a temperature that cannot be used.
-
-    An id must be an entry of the vocabulary and of the token's support, a temperature a positive
-    number.
-    """
+    """Raise if `numbers`, from `value_summary`, show an id or temperature that cannot be used."""
     lowest, highest, *rest = numbers
     (outside, unknown), unusable = ((0, 0), rest) if head.support is None else (rest[:2], rest[2:])
     size, rate = head.vocabulary.size, head.inverse_temperature

@@ -199,10 +199,8 @@ def left_padded_positions(attention_mask: Tensor) -> Tensor | None:
 
 
 def check_layout(model: Any, inputs: dict[str, Any], packed: bool, takes_positions: bool) -> None:
-    """Raise if the model mixes sequences that are laid out as in this call.
-
-    Every rank tries the same layouts, whatever its batch holds, because a sharded model's forward
-    is a collective.
+    """Raise if the model mixes sequences that are laid out as in this call. Every rank tries the
+    same layouts, whatever its batch holds, because a sharded model's forward is a collective.
     """
     mask = inputs.get("attention_mask")
     if not packed and mask is None:

@@ -100,9 +100,7 @@ class ModelCall:
         return kept if self.cu_seqlens is None else kept.reshape(-1, x.shape[-1])
 
     def check_tensors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """The tensors of a call, checked to belong to the predicted tokens; of a pack flat, with
-        the `cu_seqlens` that belong to them.
-        """
+        """The tensors, checked to belong to the predicted tokens; of a pack, flat."""
         if self.index is not None:  # the head checks the shapes of terms
             return dict(tensors)
         for name, x in tensors.items():

@@ -252,10 +252,8 @@ def preference_totals(
     cp_group: Any = None,
     dp_size: int | None = None,
 ) -> Totals:
-    """`Totals.count`, and the number of chosen tokens, which a loss with `nll` divides by.
-
-    chosen: `[S]` bool as in `preference_loss`, None for pairs. Other arguments: as in
-    `Totals.count`, of all micro-batches of the step on this rank.
+    """`Totals.count` of a step on this rank, and the number of chosen tokens, which a loss with
+    `nll` divides by. chosen: `[S]` bool as in `preference_loss`, None for pairs.
     """
     where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "cp_group": cp_group}
     check_tensor("mask", mask)

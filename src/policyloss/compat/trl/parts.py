@@ -138,12 +138,9 @@ def step_totals(
 
 
 def tokens_of_window(items: Tensor, ranks: int, calls: int, generated: int) -> Tensor:
-    """The tokens of one accumulation window over all ranks, `max(items, 1)·calls / generated`,
-    0-dim.
+    """The tokens of a step over all ranks, 0-dim: `max(items, 1)·calls / generated`.
 
-    items: the valid tokens of the generation batch over all ranks. It is cut into `generated`
-    micro-batches per rank, of which `calls` are accumulated into one step. The share of one rank is
-    rounded to float32, as in TRL, then multiplied by the ranks.
+    The share of one rank is rounded to float32, as in TRL, then multiplied by the ranks.
     """
     share = items.clamp(min=1.0) / ranks * calls / generated
     return share.to(accumulator_dtype(items.device)) * ranks

@@ -26,11 +26,9 @@ Statistics = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Means:
-    """Means over the valid tokens of a batch and of each sequence.
+    """Means over the valid tokens of a batch and of each sequence; counts have the mask's dtype.
 
-    mask: bool or 0/1, token-shaped; counts are sums in its dtype. epsilon is added to every count
-    before dividing: 0 is exact, but the mean of an empty sequence is then 0/0; with verl's 1e-8 it
-    is 0.
+    epsilon is added to every count before dividing; with 0, an empty sequence has the mean 0/0.
     """
 
     mask: Tensor
