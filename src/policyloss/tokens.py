@@ -24,7 +24,6 @@ from policyloss.functional.masking import (
     difference,
     fill,
     holds,
-    neither_0_nor_1,
     shared_zero,
 )
 from policyloss.functional.segments import Sequences, group_index
@@ -62,7 +61,7 @@ def checked_mask(
         )
     if mask.dtype == torch.bool:
         return mask, None
-    invalid = neither_0_nor_1(mask)
+    invalid = count(mask * (1 - mask) != 0)  # m·(1 − m) is 0 only at 0 and 1
     if not can_be_read(mask):
         return mask != 0, invalid
     if not holds(invalid == 0):

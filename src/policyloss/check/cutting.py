@@ -175,9 +175,7 @@ class Peers:
 
     def agree(self, number: float) -> float:
         """The first rank's `number`, because ranks that take different branches would deadlock."""
-        if self.size == 1:
-            return number
-        return float(self._gather(number)[0])
+        return number if self.size == 1 else float(self._gather(number)[0])
 
     def check_same(self, numbers: list[float], tolerance: float, otherwise: str) -> None:
         """Raise on every rank unless all ranks have the same `numbers`. This is a collective."""

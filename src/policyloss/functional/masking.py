@@ -97,11 +97,6 @@ def count(flags: Tensor) -> Tensor:
     return torch.count_nonzero(flags)
 
 
-def neither_0_nor_1(mask: Tensor) -> Tensor:
-    """The number of entries that are neither 0 nor 1, 0-dim: `m·(1 − m)` is 0 only at 0 and 1."""
-    return count(mask * (1 - mask) != 0)
-
-
 def extremes(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """The largest and the smallest of the valid tokens; (−inf, inf) without a valid token."""
     if x.numel() == 0:

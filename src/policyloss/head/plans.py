@@ -244,7 +244,8 @@ def _plan_without_choice(
     if isinstance(plan, Plan) and kind is not SPARSE:
         return _complete_plan(head, work, plan)
     if not work.any_gradient:
-        return _forward(head, work)
+        rows, reason = _rows(head, work, GPU_FORWARD_ROWS), "nothing requires a gradient"
+        return _add_figures(head, work, Plan(FORWARD.name, rows, reason=reason))
     if kind is STASH:
         return _stash(head, work, CHOSEN)
     return _recompute(head, work, CHOSEN) if kind is RECOMPUTE else None
@@ -344,11 +345,6 @@ def _stash(head: Head, work: Work, reason: str) -> Plan:
     # The backward needs more room than windows of both models' logits do.
     rows = _rows(head, work, GPU_FORWARD_ROWS if work.compares_logits else GPU_LEAST_ROWS)
     return _add_figures(head, work, Plan(STASH.name, rows, _columns(head, work), reason=reason))
-
-
-def _forward(head: Head, work: Work) -> Plan:
-    rows, reason = _rows(head, work, GPU_FORWARD_ROWS), "nothing requires a gradient"
-    return _add_figures(head, work, Plan(FORWARD.name, rows, 0, reason=reason))
 
 
 def _complete_plan(head: Head, work: Work, plan: Plan) -> Plan:

@@ -185,8 +185,7 @@ class FutureKL(TrustPart):
         return f"{clip}; {weight}, and {risky}{spoken(self.safe_ratio)}"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        clipped = bounds_of_clip(self.eps_low, f"1 + {number(self.eps_high)}", "inf")
-        return (Slopes(through_ratio=(NO_ADVANTAGE, *clipped)),)
+        return Clip(self.eps_low, self.eps_high).slopes()
 
 
 @dataclass(frozen=True)

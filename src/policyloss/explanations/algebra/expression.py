@@ -207,10 +207,8 @@ def without_stops(x: Expression) -> Expression:
     if x.is_leaf:
         return x
     arguments = [without_stops(argument) for argument in x.arguments]
-    return arguments[0] if x.calls("sg") else _rebuild(x, arguments)
-
-
-def _rebuild(x: Expression, arguments: list[Expression]) -> Expression:
+    if x.calls("sg"):
+        return arguments[0]
     if x.operator == "call":
         return function(str(x.value), *arguments)
     if len(arguments) == 1:
@@ -251,9 +249,9 @@ def _stops_inside(*arguments: Expression) -> bool:
 
 def clamp(x: Expression, low: Expression | None, high: Expression | None) -> Expression:
     """`x` within bounds; None, infinities and a bound that `x` cannot reach do not bind."""
-    if low is not None and (_is(low, -math.inf) or _never_below(x, low)):
+    if low is not None and (low == constant(-math.inf) or _never_below(x, low)):
         low = None
-    if high is not None and _is(high, math.inf):
+    if high == constant(math.inf):
         high = None
     if x.operator == "number" and (low or high or ZERO).operator == "number":
         least = -math.inf if low is None else _value(low)
@@ -335,10 +333,6 @@ def _never_below(x: Expression, least: Expression) -> bool:
     if x.calls("sg"):
         return _never_below(x.arguments[0], least)
     return positive and _value(least) <= 0
-
-
-def _is(x: Expression, value: float) -> bool:
-    return x.operator == "number" and _value(x) == value
 
 
 def _value(x: Expression) -> float:
