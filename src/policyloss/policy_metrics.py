@@ -46,10 +46,8 @@ def check_level(metrics: Any) -> None:
 
 
 class MeasuredCall(NamedTuple):
-    """One call of a loss, as its metrics are computed from it.
-
-    before: the tokens before rejection. t: the tokens after it; the same unless rejected tokens
-    leave the mask. share: the part of the step's loss that this call adds.
+    """One call of a loss, as its metrics are computed from it. before, t: the tokens before and
+    after rejection, the same unless these leave the mask. share: of this call in the step's loss.
     """
 
     before: Tokens

@@ -79,9 +79,7 @@ def port_loss(wanted: Reading, to: str) -> Port:
 
 
 def _as_data(spec: LossSpec) -> dict[str, Any]:
-    """`spec` as plain data, in one form for losses with the same numbers: a bound that never binds
-    is no bound.
-    """
+    """`spec` as plain data, the same for equal numbers: a bound that never binds is no bound."""
     clip = spec.trust
     if isinstance(clip, TwoSidedClip) and clip.delta >= 1 + clip.eps_high:
         # Only a negative advantage reaches such a delta: it is a dual clip.

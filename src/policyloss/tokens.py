@@ -88,10 +88,8 @@ def expand_advantages(
     called: str = "advantages",
     like: tuple[str, Tensor] | None = None,
 ) -> Tensor:
-    """Advantages per token, from token-shaped, `[1, N]`, or one per sequence `[S]`, `[S, 1]`.
-
-    The result is detached. like: the name and tensor of an argument; advantages must be on its
-    device.
+    """Advantages per token, detached, from token-shaped, `[1, N]`, or one per sequence `[S]`, `[S,
+    1]`. like: the name and tensor of an argument, on whose device they must be.
     """
     check_tensor(called, advantages, like=like)
     clear: Tensor = sequences.with_clear_shape(advantages.detach(), called)
@@ -245,10 +243,8 @@ class Layout:
         return self.replace(memo={**self.memo, "lengths": lengths})
 
     def sequence_mean(self, x: Tensor) -> Tensor:
-        """The mean of `x` over the valid tokens of each sequence; 0 for a sequence without any.
-        Token-shaped → `[S]`.
-
-        `x` must be 0 at masked positions, as every tensor read from this object is.
+        """The mean of `x` over the valid tokens of each sequence, 0 without any. Token-shaped →
+        `[S]`. `x` must be 0 at masked positions, as every tensor read from this object is.
         """
         if "counts" in self.memo:
             total = self.sequences.sum(x)

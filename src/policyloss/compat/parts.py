@@ -50,10 +50,8 @@ def mask_or_all(mask: Tensor | None, like: Tensor) -> Tensor:
 
 
 def guard(mask: Tensor) -> float:
-    """The number that `mask.sum() + 1e-8` adds to a count.
-
-    For a float64 mask it is 1e-8. The count of any other mask (bool, integer, float32) is float32,
-    where n + 1e-8 is n: there the guard only keeps 0/0 from being NaN, as 1e-30 does.
+    """The number that `mask.sum() + 1e-8` adds to a count: 1e-8 for a float64 mask. Another mask's
+    count is float32, where n + 1e-8 is n; there 1e-30 only keeps 0/0 from being NaN.
     """
     return 1e-8 if mask.dtype == torch.float64 else 1e-30
 

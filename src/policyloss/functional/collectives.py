@@ -162,9 +162,8 @@ def kth_largest(score: Tensor, tie: Tensor, k: Tensor, *groups: Any) -> tuple[Te
 def least_of_largest(score: Tensor, tie: Tensor, k: Tensor, *groups: Any) -> tuple[Tensor, Tensor]:
     """A threshold pair that the k largest pairs, and no others, reach (`reaches_threshold`).
 
-    Its score is halfway between the k-th and the next score, so that scores may be computed again
-    and differ in their last digits. If these two are equal, it is the k-th pair. Arguments as in
-    `kth_largest`.
+    Its score is halfway between the k-th and the next score, because scores that are computed again
+    may differ in their last digits; it is the k-th pair if the two are equal. See `kth_largest`.
     """
     (score, after), (tie, _) = (x.unbind() for x in _largest(score, tie, k, groups))
     middle = (score + after) / 2

@@ -37,10 +37,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def limbs(x: Tensor) -> Tensor:
-    """The limbs of each number, `[...]` → `[..., 3]`.
-
-    Digits below 2⁻⁶¹ are rounded. The limbs of a number that is not finite are NaN.
-    """
+    """The limbs of each number, `[...]` → `[..., 3]`, rounded at 2⁻⁶¹; NaN if it is not finite."""
     rest, parts = x.to(torch.float64), []
     for quantum in QUANTA:
         part = (rest / quantum).round() * quantum

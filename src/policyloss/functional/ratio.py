@@ -13,12 +13,10 @@ from policyloss.functional.precomputed import first_derivative_only
 
 
 class _BoundedExp(torch.autograd.Function):
-    """`exp(clamp(d))`, with its slope saved for the backward.
+    """`exp(clamp(d))`, with its slope saved: the value inside the bounds, and 0 beyond.
 
-    The slope is the value inside the bounds, and 0 beyond. Saving it takes less memory than the
-    tensors from which autograd would compute it. Without a (tight) clamp the value may
-    overflow; a token that a trust region cut off (gradient 0) then keeps gradient 0 instead of
-    0·inf.
+    Saving it takes less memory than autograd's tensors. Without a (tight) clamp the value may
+    overflow; a token that a trust region cut off (gradient 0) then keeps 0 instead of 0·inf.
     """
 
     @staticmethod

@@ -37,10 +37,7 @@ class _SegmentSum(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """`out[t] = s[ids[t]]`; its adjoint is `_SegmentSum`.
-
-    (The adjoint of plain indexing is a scatter-add, which uses atomics on a GPU.)
-    """
+    """`out[t] = s[ids[t]]`; its adjoint, `_SegmentSum`, has no atomics (a scatter-add does)."""
 
     @staticmethod
     def forward(ctx: Any, s: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
@@ -56,9 +53,8 @@ class _Spread(torch.autograd.Function):
 def segment_sum(x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
     """The sum of each segment of `x` `[N]`, differentiable, `[S]`.
 
-    A CPU adds one number after another, and a float32 count would stop at 2²⁴; so the sum is taken
-    in float64 and rounded once. The two casts stand outside the autograd function, inside which
-    torch 2.11 compiled them to a wrong gradient.
+    It is taken in float64 and rounded once, because a float32 count on a CPU would stop at 2²⁴. The
+    two casts stand outside the autograd function, inside which torch 2.11 compiled them wrongly.
     """
     total: Tensor = _SegmentSum.apply(x.to(accumulator_dtype(x.device)), offsets, ids)  # type: ignore[no-untyped-call]
     return total.to(sum_dtype(x))
@@ -83,10 +79,7 @@ class _AllReduceSum(torch.autograd.Function):
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: Tensor, called: str = "tokens") -> None:
-    """Raise unless `tokens` are packed `[N]` and `cu_seqlens` `[S+1]` rises from 0 to N.
-
-    Values are read only on a CPU (no sync). called: the name of the tokens in errors.
-    """
+    """Raise unless `tokens` (`called`) are `[N]` and `cu_seqlens` rises to N; no sync."""
     check_tensor("cu_seqlens", cu_seqlens, "any")
     if tokens.dim() != 1:
         raise InputError(

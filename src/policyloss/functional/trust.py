@@ -33,10 +33,8 @@ def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
 def _clip_formula(
     r: Tensor, a: Tensor, low: float, high: float, cap: float | None, dual: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`max(-A·min(r, cap), -A·clip(r, low, high))`, and at most `dual·|A|`.
-
-    The latter binds only where A < 0, as the rest is ≤ 0 elsewhere.
-    The second result is `-A·r`, the loss without limits, the third `-A`.
+    """`max(-A·min(r, cap), -A·clip(r, low, high))`, at most `dual·|A|`, which binds only where A <
+    0. The second result is `-A·r`, the loss without limits, the third `-A`.
     """
     push = -a
     free = push * r

@@ -56,11 +56,9 @@ class HeadGradients(NamedTuple):
 
 @dataclass(frozen=True)
 class BackwardInputs:
-    """The inputs of a routine that computes gradients in a backward.
-
-    index: the R rows to differentiate, None for all. statistics, derivatives, divergences (with a
-    teacher): of all rows. stash: the probabilities and the slopes of the divergence, `[R, V]` each,
-    if kept.
+    """The inputs of a routine that computes gradients in a backward. index: the R rows to
+    differentiate, None for all; statistics, derivatives and divergences are of all rows. stash: the
+    probabilities and the slopes of the divergence, `[R, V]` each, if kept.
     """
 
     head: Head
@@ -97,10 +95,8 @@ class BackwardInputs:
 
 
 def gradients_by_columns(inputs: BackwardInputs) -> HeadGradients:
-    """Compute the logits again, for all rows and some vocabulary entries at a time.
-
-    This uses the least memory of all plans: the gradient of an entry is one product. Only `dhidden`
-    is summed, in float32.
+    """Compute the logits again, for all rows and some vocabulary entries at a time. This uses the
+    least memory of all plans: an entry's gradient is one product. Only `dhidden` is summed.
     """
     head, wanted, columns = inputs.head, inputs.wanted, inputs.plan.columns
     teacher = inputs.teacher_columns()
@@ -323,10 +319,8 @@ def _one_index(places: list[Index], ids: Tensor) -> Index:
 
 
 def keep_probabilities(z: Tensor, out: Tensor, rows: HeadRows, s: Statistics) -> None:
-    """Write `p / temperature`, the gradient of −logp away from the target, to `out` in its type.
-
-    Rounded probabilities are as good as a rounded gradient. Rounded logits would not be: an error
-    of 0.1 in a logit is 10 % of p.
+    """Write `p / temperature` to `out` in its type. Rounded probabilities are as good as a rounded
+    gradient; an error of 0.1 in a rounded logit would be 10 % of p.
     """
     nowhere, one = torch.full_like(rows.ids, -1), torch.ones_like(s.lse)
     row_gradient(z, out, nowhere, s, -one, None, rows.scaling)

@@ -139,11 +139,9 @@ class Head:
 
 
 class HeadRows(NamedTuple):
-    """Some rows of a head.
-
-    hidden: `[R, D]`. ids: `[R]`, counted from this rank's first entry. scaling: the scaling of the
-    rows' logits. kept: the entries that the rows are normalised over; None for all. compared: the
-    comparison with the rows' teacher, if there is one.
+    """Some rows of a head. hidden: `[R, D]`. ids: `[R]`, counted from this rank's first entry.
+    kept: the entries that the rows are normalised over; None for all. compared: with the rows'
+    teacher.
     """
 
     hidden: Tensor

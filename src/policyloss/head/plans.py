@@ -137,11 +137,8 @@ class Plan:
 
 
 class Work(NamedTuple):
-    """The work of a call: which gradients it needs, how many rows it has, computes and
-    differentiates, and the teacher that it compares them with.
-
-    logp: whether it returns the log-probabilities. longest: rows of the longest sequence that a
-    window must hold.
+    """The work of a call: the gradients it needs, the rows it has, computes and differentiates, and
+    the teacher. logp: whether it returns logp. longest: rows of the longest sequence in a window.
     """
 
     wanted: GradientTypes

@@ -163,10 +163,8 @@ def row_gradient(
 
 
 def target_gradient(logp: Tensor, dlogp: Tensor, spread: Spread | None) -> Tensor:
-    """The entry of each row's id in ds, from its exact log-probability. `[R]`.
-
-    It is `dlogp·(1−p) − dentropy·p·(log p + entropy)`.
-    A model is sure of most tokens: p computed from the logit would round 1−p away.
+    """`dlogp·(1−p) − dentropy·p·(log p + entropy)`, the entry of each row's id in ds, from its
+    exact log-probability: p computed from the logit would round 1−p away. `[R]`.
     """
     d = -dlogp * torch.expm1(logp)
     if spread is None:

@@ -60,9 +60,9 @@ class Sampled(NamedTuple):
 
 
 class Bags(NamedTuple):
-    """Entries in bags: each bag is a stretch of `members` and `weights` `[E]`, with its place in
-    the result, its first entry and its number of entries. long: how many bags have more than
-    `LONG` entries.
+    """Entries in bags, each a stretch of `members` and `weights` `[E]`, with its place in the
+    result, its first entry and its number of entries. long: the number of bags with more than
+    `LONG`.
     """
 
     members: Tensor

@@ -90,10 +90,8 @@ def _first_place(rows: Tensor, head: Head) -> int:
 
 
 def read_later(x: Tensor) -> Callable[[], Any]:
-    """A function that returns the numbers in `x`, as `x.tolist()` does.
-
-    They are sent to the host now; only the function waits for them, so the device can get work
-    first.
+    """A function that returns the numbers in `x`, as `x.tolist()` does. They are sent to the host
+    now, and only the function waits for them.
     """
     if x.device.type != "cuda":
         return x.tolist

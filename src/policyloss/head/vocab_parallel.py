@@ -54,10 +54,8 @@ class Vocabulary(NamedTuple):
         return cls(sum(sizes), max(sizes), first, group, min(bytes_free))
 
     def merge(self, p: Partials, ids: Tensor, entries: int) -> Partials:
-        """The partials of whole rows; on one rank, `p`.
-
-        ids: of the rows, counted from this rank's first entry. entries: how many this rank holds.
-        This takes two all-reduces of a few numbers per row.
+        """The partials of whole rows, in two all-reduces of a few numbers per row; on one rank,
+        `p`. ids: counted from this rank's first entry. entries: how many this rank holds.
         """
         if self.group is None:
             return p

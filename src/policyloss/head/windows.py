@@ -33,13 +33,10 @@ from policyloss.totals import Totals
 
 
 class Window(NamedTuple):
-    """Some tokens of a batch. rows: the `size` tokens with logits. moved: the number of rows that
-    may have a gradient; they come first.
-
-    tokens: all positions that the loss reads, masked positions included; place: the indices of the
-    rows in `tokens`; cu_seqlens: the bounds of the sequences in `tokens`. All three are None if
-    every token is a row and needs no other token. terms: with shared rows, their terms, which are
-    the `tokens`.
+    """Some tokens of a batch. rows: the `size` tokens with logits, of which the first `moved` may
+    have a gradient. tokens: all positions that the loss reads, masked ones included; place: the
+    indices of the rows in `tokens`; cu_seqlens: the bounds of their sequences; None if every token
+    is a row and needs no other. terms: of shared rows; they are the `tokens`.
     """
 
     rows: Index
@@ -61,10 +58,9 @@ class TokenBatch:
     """The tokens of one call, the corrections' weight and the average's weight (0-dim, or
     token-shaped) known beforehand.
 
-    step: the caller's totals, None if this call is the whole step. weight: None without a
-    correction, or if a correction reads logp. corrections: of the spec, in its order; if one reads
-    logp, the others hold their result for the batch. live: the tokens that may have a gradient,
-    flat bool. stand_in: the word that old_logp was given as, None for a tensor.
+    step: None if this call is the whole step. weight: None without a correction, or if one reads
+    logp; then `corrections` hold the results of the others for the batch. live: the tokens that may
+    have a gradient, flat bool. stand_in: the word that old_logp was given as, None for a tensor.
     """
 
     spec: LossSpec

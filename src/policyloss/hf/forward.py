@@ -73,9 +73,7 @@ def run_forward(
 @torch.no_grad()
 def _observe(model: Any, head: nn.Module, forward: Callable[[], Any]) -> Transformation:
     """The transformation of the logits, by running the model with a head that returns known logits.
-
-    The random state is restored. A row of hidden states also checks that the head computes
-    `hidden @ weight.T + bias`.
+    The random state is restored. A row also checks that the head is `hidden @ weight.T + bias`.
     """
     probes: list[Tensor] = []
     own_head = head.forward

@@ -464,10 +464,8 @@ VARIANTS = (
 
 
 class Combined(NamedTuple):
-    """All corrections together.
-
-    weight: the factor of the policy term. keep: the tokens that no correction rejects. verdicts:
-    the tokens that each correction keeps, by its name. statistics: the batch-wide numbers used.
+    """All corrections together. keep: the tokens that no correction rejects. verdicts: the tokens
+    that each correction keeps, by its name. statistics: the batch-wide numbers used.
     """
 
     weight: Tensor | None

@@ -89,9 +89,7 @@ class Gate(NamedTuple):
 
 
 def older_by_position(newer: tuple[Any, ...], older: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The `vllm_is_*` arguments of a call by position, as up to 0.11.1, where the sixth argument is
-    a bool: they arrive as the first three of `newer`.
-    """
+    """The `vllm_is_*` arguments that arrive as the first three of `newer`, up to 0.11.1."""
     enable, threshold, kind, fourth = newer
     if older != (None, None, None) or fourth != NEWER_DEFAULTS[3]:
         raise SpecError(

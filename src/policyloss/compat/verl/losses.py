@@ -114,11 +114,9 @@ class LossCall:
         lower: Sequence[str] | None = None,
         drift: str = "k1",
     ) -> LossResult:
-        """The loss of `spec` and verl's metrics.
-
-        clipped, lower: the limits whose shares add up to `pg_clipfrac` and to `pg_clipfrac_lower`
-        (see `as_share`); None if this loss does not report the metric. drift: the estimator of
-        `ppo_kl`, with the log-ratios clamped as in `spec`.
+        """The loss of `spec` and verl's metrics. clipped, lower: the limits (see `share`) of
+        `pg_clipfrac` and `pg_clipfrac_lower`; None if not reported. drift: the estimator of
+        `ppo_kl`.
         """
         out = self.loss(spec)
         log_clamp = spec.ratio.log_clamp if isinstance(spec.ratio, TokenRatio) else None

@@ -79,12 +79,9 @@ class LocalCovClip:
 
 @dataclass(frozen=True)
 class MeanAdvantageGeometricClip:
-    """GMPO with one advantage per sequence, the mean of its tokens:
-    `-(Σ A / (L + epsilon))·ratio`, as in verl. epsilon is also added to the length in the geometric
-    mean of the ratio.
-
-    Averaged over a sequence it is `GeometricClip`, with verl's rounding where the advantages of a
-    sequence nearly cancel.
+    """GMPO with the mean advantage of each sequence: `-(Σ A / (L + epsilon))·ratio`, as in verl.
+    epsilon is also added to the length in the geometric mean of the ratio. Averaged over a sequence
+    it is `GeometricClip`, with verl's rounding where its advantages nearly cancel.
     """
 
     part: GeometricClip

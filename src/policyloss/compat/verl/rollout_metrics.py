@@ -207,10 +207,8 @@ def clamped_deviation(x: Tensor, means: Means, low: float, high: float) -> Tenso
 
 
 def weight_spread(weight: Tensor, means: Means, high: float) -> Statistics:
-    """Mean of the weights; standard deviation and effective sample size (as a share) of the weights
-    clamped to [0, high].
-
-    eff_sample_size = 1 / mean (w / (mean w + epsilon))², and 0 if every weight is 0.
+    """Mean of the weights; and of the weights clamped to [0, high] the standard deviation and the
+    effective sample size, `1 / mean (w / (mean w + epsilon))²`, 0 if every weight is 0.
     """
     clamped = weight.clamp(min=0.0, max=high)
     mean = means.of_tokens(clamped)
@@ -265,9 +263,7 @@ def rejected_tokens(keep: Tensor, means: Means, dtype: torch.dtype = torch.float
 def rejected_sequences(
     keep: Tensor, means: Means, among: str = "all", dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The share of sequences that lose a valid token: among "all", or the "nonempty" ones (then in
-    `dtype`, at least float32).
-    """
+    """The share of sequences that lose a valid token, among "all" or the "nonempty"."""
     lost = means.sequences.sum(~keep & means.valid) > 0
     if among == "all":
         return _share(lost)

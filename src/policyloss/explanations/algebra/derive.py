@@ -126,11 +126,9 @@ class _Recorder:
 
 
 class DerivedFormula(NamedTuple):
-    """The derived formula of a part.
-
-    lines: for each result of the part ("loss" alone, or the fields of a `Corrected`) the lines that
-    lead to it; the last one has the name of the result. other_names: the second name of a line that
-    two parts inside a part share, and the name that is printed.
+    """The derived formula of a part. lines: for each result ("loss", or the fields of a
+    `Corrected`) the lines that lead to it, the last one with its name. other_names: the second name
+    of a line that two parts inside a part share, and the name that is printed.
     """
 
     lines: dict[str, Lines]

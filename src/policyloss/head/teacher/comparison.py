@@ -34,10 +34,8 @@ from policyloss.teacher import Teacher, TopK, refuse_counts
 
 
 class Compared(NamedTuple):
-    """Some rows compared with their teacher.
-
-    numbers: the inputs of the backward, of complete rows or of a support. teacher: the teacher's
-    logits of these rows, for complete rows. first: the vocabulary entry of the first column of
+    """Some rows compared with their teacher. numbers: of complete rows or of a support. teacher:
+    the teacher's logits of complete rows. first: the vocabulary entry of the first column of
     logits.
     """
 

@@ -152,10 +152,8 @@ def _log_probabilities(
 
 
 class Entries(NamedTuple):
-    """A support and the inputs of its backward. divergence: `[R]`; the others `[R, K]`.
-
-    ids: of the entries, over all ranks. keep: which entries count. logp: the student's
-    log-probabilities. slopes: the derivatives of the divergence by logp, 0 where keep is False.
+    """A support and the inputs of its backward. divergence: `[R]`; the others `[R, K]`. ids: over
+    all ranks. keep: which count. slopes: by the student's logp, 0 where keep is False.
     """
 
     divergence: Tensor
