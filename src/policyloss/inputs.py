@@ -63,10 +63,7 @@ class CallTensors(SharedTensors, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The tensors of one call, as the caller passed them.
-
-    extras: token-shaped tensors of any name, for custom parts that read more tensors.
-    """
+    """The tensors of one call, as the caller passed them. extras: token-shaped, of any name."""
 
     logp: Tensor
     advantages: Tensor

@@ -134,10 +134,7 @@ def _logprobs(records: _Records, call: MeasuredCall, drift: bool) -> None:
 
 
 def _beyond_totals(spec: LossSpec, t: Tokens) -> Callable[[], Tensor]:
-    """How many tokens or sequences this call has beyond the step's count.
-
-    0 where the call is the whole step, or holds one rank's share of its sequences.
-    """
+    """How many tokens or sequences of this call the step's count lacks; 0 if it is the step."""
     n, divisor = t.count, getattr(spec.aggregate, "divides_by", None)
     if t.step == "local" or divisor is None or t.sequences.cp_group is not None:
         return lambda: torch.zeros_like(n)

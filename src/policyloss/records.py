@@ -155,10 +155,7 @@ class EffectiveSampleSize(Record):
 
 @dataclass(frozen=True)
 class ExplainedVariance(Record):
-    """`1 − Var(target − prediction) / Var(target)`, from raw moments summed in float64.
-
-    NaN if the target does not vary.
-    """
+    """`1 − Var(target − prediction) / Var(target)`, from float64 moments; NaN without variance."""
 
     count: Tensor
     error: Tensor

@@ -88,9 +88,7 @@ def expand_advantages(
     called: str = "advantages",
     like: tuple[str, Tensor] | None = None,
 ) -> Tensor:
-    """Advantages per token, detached, from token-shaped, `[1, N]`, or one per sequence `[S]`, `[S,
-    1]`. like: the name and tensor of an argument, on whose device they must be.
-    """
+    """Advantages per token, detached, from token-shaped, `[1, N]`, `[S]` or `[S, 1]` ones."""
     check_tensor(called, advantages, like=like)
     clear: Tensor = sequences.with_clear_shape(advantages.detach(), called)
     shape = sequences.shape
@@ -243,9 +241,7 @@ class Layout:
         return self.replace(memo={**self.memo, "lengths": lengths})
 
     def sequence_mean(self, x: Tensor) -> Tensor:
-        """The mean of `x` over the valid tokens of each sequence, 0 without any. Token-shaped →
-        `[S]`. `x` must be 0 at masked positions, as every tensor read from this object is.
-        """
+        """The mean of `x` (0 where masked) over each sequence, 0 if empty. Token-shaped → `[S]`."""
         if "counts" in self.memo:
             total = self.sequences.sum(x)
         else:

@@ -253,10 +253,7 @@ def whole_sequences(
     dtype: torch.dtype,
     *others: Tensor,
 ) -> tuple[WholeSequences, Tensor]:
-    """The rewards and `others` (the columns) of whole sequences, from all context-parallel ranks.
-
-    Rewards per sequence are known on every rank and are returned unchanged, as `[S, 1]`.
-    """
+    """Rewards and `others` (columns) of whole sequences; rewards per sequence stay, as `[S, 1]`."""
     rewards = _check_rewards(rewards, layout, mask)
     at = checked_positions(positions, mask, "a scan over time")
     columns = [x.to(dtype) if x.is_floating_point() else x for x in others]

@@ -126,10 +126,7 @@ StepFunction = Callable[[list[dict[str, Any]]], Any]
 
 
 def flat_gradient(result: Any, called: str = "step_fn") -> tuple[Tensor, torch.dtype]:
-    """The gradients in `result` as a float64 vector `[P]` on the CPU, and the coarsest dtype among
-    them. result: a module or parameters with `.grad` (None counts as 0), or gradients: a tensor, a
-    mapping or an iterable of tensors.
-    """
+    """The gradients in `result` as a float64 `[P]` on the CPU, and the coarsest dtype of them."""
     if isinstance(result, nn.Module):
         result = [p for p in result.parameters() if p.requires_grad]
     elif isinstance(result, Mapping):

@@ -33,9 +33,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Experiment:
-    """One split: the gradients of the whole and of the split batch `[P]`, the gradient of each
-    micro-batch alone `[k, P]`, and the counts of the micro-batches.
-    """
+    """One split: gradients whole, cut `[P]` and of each micro-batch `[k, P]`, and its counts."""
 
     name: str
     full_gradient: Tensor

@@ -66,11 +66,7 @@ def drop_in(function: F) -> F:
 def drop_in_of(
     arguments: Callable[P, Arguments], *, ignores_others: bool = False
 ) -> Callable[[Callable[[Arguments], Result]], Callable[P, Result]]:
-    """A decorator that turns a function of one dataclass into a drop-in with the fields of that
-    dataclass as its parameters.
-
-    ignores_others: accept and drop any other keyword, as a framework's `**kwargs` does.
-    """
+    """A decorator that turns a function of one dataclass into a drop-in with its fields."""
     signature = inspect.signature(arguments)
     names, parameters = signature.parameters.keys(), list(signature.parameters.values())
     checked: Callable[..., Arguments] = drop_in(arguments)

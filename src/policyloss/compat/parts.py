@@ -108,9 +108,7 @@ def denominator(average: Any, mask: Tensor, cu_seqlens: Tensor | None = None) ->
 
 
 def slopes(reduction: Callable[[Tensor], Tensor], rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The factor of each number in an engine's sum over the joined `rows`, which is linear in its
-    numbers; in the shapes of `rows`.
-    """
+    """The factor of each number in `reduction`, a linear sum over the joined `rows`."""
     numbers = torch.ones_like(torch.cat(list(rows))).detach().requires_grad_()
     with torch.enable_grad():
         (factors,) = torch.autograd.grad(reduction(numbers), numbers)

@@ -43,9 +43,7 @@ _NEUTRAL = {"sum": 0, "amax": -math.inf, "amin": math.inf}
 def _first_kernel(
     graph: TokenGraph, gradients: list[Node], by_rows: bool
 ) -> tuple[str, list[Node]]:
-    """The text of the pass over the tokens, and its inputs: sums over rows first, in the order in
-    which they are needed.
-    """
+    """The text of the pass over the tokens, after those that sum over rows; and its inputs."""
     writer = Writer(graph)
     summed = [n.args[0] for n in graph.totals]
     everything = graph.dependencies([*gradients, *summed])

@@ -53,8 +53,7 @@ def checked_positions(positions: Tensor | None, tokens: Tensor, reader: str) -> 
 @dataclass(frozen=True)
 class _SortedTurns:
     """Turns whose tokens are not neighbours, or lie on several ranks. runs: over this rank's
-    tokens, sorted by turn in `order`; masked tokens are in a run of their own. back: the inverse
-    order.
+    tokens, sorted by turn in `order`; masked tokens are in a run of their own. back: its inverse.
     """
 
     runs: Sequences

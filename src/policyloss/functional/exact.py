@@ -183,10 +183,7 @@ class Arithmetic:
     def step_share(
         self, x: Tensor, weight: Tensor, shared: Tensor | None, loss: Tensor, dp_size: float
     ) -> Tensor:
-        """The share of this call, with `loss = Σ weight·x·shared`, in the step's: `loss / dp_size`.
-
-        0-dim, or limbs `[3]`, which records merge.
-        """
+        """The share of `loss = Σ weight·x·shared` in the step: `loss / dp_size`, 0-dim or limbs."""
         loss = loss.detach()
         return loss if isinstance(dp_size, int) and dp_size == 1 else loss / dp_size
 

@@ -52,10 +52,7 @@ class _KnownGradients(torch.autograd.Function):
 
 
 def _scaled_gradient(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x · factor` in `dtype`, written over `x` if it has that dtype.
-
-    Otherwise it is rounded in the same pass, so that there are never two float32 copies.
-    """
+    """`x · factor` in `dtype`: over `x` if it has that dtype, else in one pass without a copy."""
     if x.dtype == dtype and factor.device.type == "cpu" and factor == 1:
         return x
     out = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)

@@ -53,10 +53,7 @@ def bounded_exp(log_ratio: Tensor, limit: LogClamp) -> Tensor:
 
 
 def mean_log_ratio(first: Tensor, second: Tensor, mean: str) -> Tensor:
-    """The logarithm of the "arithmetic" or "geometric" mean of two ratios, from their logarithms.
-
-    `log((eᵃ + eᵇ) / 2)` or `(a + b) / 2`.
-    """
+    """The log of the "arithmetic" mean, `log((eᵃ + eᵇ) / 2)`, or "geometric", `(a + b) / 2`."""
     if mean == "geometric":
         return (first + second) / 2
     # Exactly 0 where both are 0, and finite wherever they are.

@@ -46,10 +46,7 @@ def _clip_formula(
 
 
 class _Clipped(torch.autograd.Function):
-    """`_clip_formula` with its slope in r: −A where the loss equals −A·r, else 0.
-
-    The slope is saved for the backward; autograd would save six tensors to compute it again.
-    """
+    """`_clip_formula` with its slope in r saved; autograd would save six tensors to compute it."""
 
     @staticmethod
     def forward(

@@ -139,9 +139,8 @@ class Head:
 
 
 class HeadRows(NamedTuple):
-    """Some rows of a head. hidden: `[R, D]`. ids: `[R]`, counted from this rank's first entry.
-    kept: the entries that the rows are normalised over; None for all. compared: with the rows'
-    teacher.
+    """Some rows of a head. hidden: `[R, D]`. ids: `[R]`, from this rank's first entry. kept: the
+    entries that the rows are normalised over; None for all. compared: with their teacher.
     """
 
     hidden: Tensor

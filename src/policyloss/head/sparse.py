@@ -61,8 +61,7 @@ class Sampled(NamedTuple):
 
 class Bags(NamedTuple):
     """Entries in bags, each a stretch of `members` and `weights` `[E]`, with its place in the
-    result, its first entry and its number of entries. long: the number of bags with more than
-    `LONG`.
+    result, its first entry and its number of entries. long: how many have more than `LONG`.
     """
 
     members: Tensor

@@ -168,10 +168,7 @@ def check_softcap(softcap: float | None) -> None:
 
 
 def check_matrices(hidden: Any, weight: Any, bias: Any, of: str = "") -> None:
-    """Raise unless `hidden [..., D]`, `weight [V, D]` and `bias [V]` fit together.
-
-    of: the prefix of their names in errors.
-    """
+    """Raise unless `[..., D]`, `[V, D]` and `[V]` fit together. of: the prefix of their names."""
     of_hidden, of_weight, of_bias = f"{of}hidden", f"{of}weight", f"{of}bias"
     for name, x in ((of_hidden, hidden), (of_weight, weight), (of_bias, bias)):
         if hasattr(x, "full_tensor"):

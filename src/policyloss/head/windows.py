@@ -282,10 +282,7 @@ def token_windows(head: Head, batch: AnyBatch, work: Work, rows: int) -> list[Wi
 
 
 def sequence_windows(batch: AnyBatch, work: Work, rows: int) -> list[Window]:
-    """Complete sequences, first the ones with a gradient; a window holds as many as fit `rows`.
-
-    Reads lengths back.
-    """
+    """Complete sequences, first the ones with a gradient, as many per window as fit `rows`."""
     t = batch.tokens
     per_sequence = t.sequences.sum(batch.live.view(t.mask.shape))
     offsets = t.sequences.offsets

@@ -126,9 +126,7 @@ class ModelCall:
         parts: Matrices,
         known: Transformation,
     ) -> dict[str, Any]:
-        """The arguments of a fused head that come from the model. If the vocabulary is split over
-        ranks into a DTensor, the weight holds the rank's own entries.
-        """
+        """The arguments of a fused head; of a vocabulary that is a DTensor, the local entries."""
         weight: Any = parts.weight
         if vocab_group is not None and hasattr(weight, "to_local"):
             weight = weight.to_local()

@@ -252,8 +252,10 @@ def preference_totals(
     cp_group: Any = None,
     dp_size: int | None = None,
 ) -> Totals:
-    """`Totals.count` of a step on this rank, and the number of chosen tokens, which a loss with
-    `nll` divides by. chosen: `[S]` bool as in `preference_loss`, None for pairs.
+    """`Totals.count`, and the number of chosen tokens, which a loss with `nll` divides by.
+
+    chosen: `[S]` bool as in `preference_loss`, None for pairs. Other arguments: as in
+    `Totals.count`, of all micro-batches of the step on this rank.
     """
     where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "cp_group": cp_group}
     check_tensor("mask", mask)

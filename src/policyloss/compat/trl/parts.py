@@ -138,10 +138,7 @@ def step_totals(
 
 
 def tokens_of_window(items: Tensor, ranks: int, calls: int, generated: int) -> Tensor:
-    """The tokens of a step over all ranks, 0-dim: `max(items, 1)·calls / generated`.
-
-    The share of one rank is rounded to float32, as in TRL, then multiplied by the ranks.
-    """
+    """The tokens of a step, `max(items, 1)·calls / generated`; a rank's share is float32 (TRL)."""
     share = items.clamp(min=1.0) / ranks * calls / generated
     return share.to(accumulator_dtype(items.device)) * ranks
 

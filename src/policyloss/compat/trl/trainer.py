@@ -316,9 +316,7 @@ _SLOTS = {
 
 
 def checked_loss(policy_loss: AnyLoss | None, config: Any) -> LossSpec | None:
-    """`policy_loss` as a `LossSpec` that the trainer can run with `config`; None for the loss that
-    the config describes, which is checked too.
-    """
+    """`policy_loss` as a `LossSpec` that can run with `config`; None for the loss of the config."""
     config_spec = spec_from_config(config, handled=EXTRA_OPTIONS)
     if policy_loss is None:
         return None

@@ -115,8 +115,7 @@ class LossCall:
         drift: str = "k1",
     ) -> LossResult:
         """The loss of `spec` and verl's metrics. clipped, lower: the limits (see `share`) of
-        `pg_clipfrac` and `pg_clipfrac_lower`; None if not reported. drift: the estimator of
-        `ppo_kl`.
+        pg_clipfrac and pg_clipfrac_lower; None: not reported. drift: the estimator of ppo_kl.
         """
         out = self.loss(spec)
         log_clamp = spec.ratio.log_clamp if isinstance(spec.ratio, TokenRatio) else None

@@ -26,10 +26,7 @@ Statistics = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Means:
-    """Means over the valid tokens of a batch and of each sequence; counts have the mask's dtype.
-
-    epsilon is added to every count before dividing; with 0, an empty sequence has the mean 0/0.
-    """
+    """Means over valid tokens, of a batch and of each sequence. epsilon: added to every count."""
 
     mask: Tensor
     epsilon: float
@@ -93,9 +90,7 @@ def _beyond(average: Any, x: Tensor, low: float | None, high: float) -> Statisti
 def of_each_sequence(
     values: Tensor, judged: Tensor, low: float | None, high: float, center: float
 ) -> Statistics:
-    """Statistics of one number per sequence, `[S]`. judged: the numbers to compare with the bounds.
-    center: the origin of the deviation.
-    """
+    """Statistics of `[S]` numbers. judged: compared with the bounds. center: of the deviation."""
     statistics = {
         "mean": values.mean(),
         "std": values.std() if values.numel() > 1 else values.new_zeros(()),

@@ -110,10 +110,7 @@ def pair_gradient(
     pair: PairStatistics,
     measure: Measure,
 ) -> None:
-    """Write dz into `out` `[R, V]`, which may lie over z as in `row_gradient`.
-
-    derivatives: of the loss by each row's logp, entropy and divergence, `[R]`.
-    """
+    """Write dz to `out` `[R, V]`, perhaps over z. derivatives: by logp, entropy and divergence."""
     dlogp, dentropy, ddivergence = _complete(derivatives)
     spread = s.spread(dentropy)
     target = target_gradient(s.logp, dlogp, spread)
