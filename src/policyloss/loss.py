@@ -352,14 +352,16 @@ def measure(
     """
     inputs = Inputs.of(logp, old_logp, advantages, mask, tensors)
     group = data_parallel_group(group, inputs.cp_group)
-    return _measured(ready_loss(spec), inputs, group, dp_size)
+    return _measure_totals(ready_loss(spec), inputs, group, dp_size)
 
 
-def _measured(spec: LossSpec | Mixture, inputs: Inputs, group: Any, dp_size: int | None) -> Totals:
+def _measure_totals(
+    spec: LossSpec | Mixture, inputs: Inputs, group: Any, dp_size: int | None
+) -> Totals:
     cp_group, logp = inputs.cp_group, inputs.logp
     if isinstance(spec, Mixture):
         of_streams = {
-            name: _measured(call.spec, call.inputs, group, dp_size)
+            name: _measure_totals(call.spec, call.inputs, group, dp_size)
             for name, call in spec.calls(inputs, None).items()
         }
         where = {"cu_seqlens": inputs.cu_seqlens, "cp_group": cp_group, "group": group}

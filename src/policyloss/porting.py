@@ -97,7 +97,7 @@ def _as_data(spec: LossSpec) -> dict[str, Any]:
         kl=[_library_part(part) for part in spec.kl_parts],
         aggregate=_library_part(spec.aggregate),
     )
-    return {slot: _rounded(part) for slot, part in plain.to_dict().items()}
+    return {slot: _round_numbers(part) for slot, part in plain.to_dict().items()}
 
 
 def _library_part(part: Any) -> Any:
@@ -109,12 +109,12 @@ def _library_part(part: Any) -> Any:
     return ours(**shared) if rounds else part
 
 
-def _rounded(data: Any) -> Any:
+def _round_numbers(data: Any) -> Any:
     """Plain data with numbers of `DIGITS` digits."""
     if isinstance(data, Mapping):
-        return {key: _rounded(x) for key, x in data.items()}
+        return {key: _round_numbers(x) for key, x in data.items()}
     if isinstance(data, list):
-        return [_rounded(x) for x in data]
+        return [_round_numbers(x) for x in data]
     return float(f"{data:.{DIGITS}g}") if isinstance(data, float) else data
 
 
@@ -133,12 +133,12 @@ def _values(values: Any, wanted: dict[str, Any]) -> list[Any]:
         return list(values)
     numbers = sorted(_numbers(wanted[values.slot]))
     if values.form == "distance":
-        numbers = [_rounded(abs(1.0 - x)) for x in numbers] + numbers
+        numbers = [_round_numbers(abs(1.0 - x)) for x in numbers] + numbers
     tried: list[Any] = [*numbers]
     if values.form in ("pair", "joined"):
         tried = [[low, high] for low in (0.0, *numbers) for high in numbers if low <= high]
     if values.form == "joined":
-        logs = [[_rounded(math.exp(x)) for x in pair] for pair in tried if pair[1] < 100]
+        logs = [[_round_numbers(math.exp(x)) for x in pair] for pair in tried if pair[1] < 100]
         tried = [f"{low}_{high}" for low, high in (*tried, *logs) if low > 0]
         tried += [x for x in numbers if x > 0]
     return [values.default, *tried, *values.also]

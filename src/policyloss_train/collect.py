@@ -72,7 +72,7 @@ class Completions:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and numbers for a checkpoint: concatenated ragged lists, and their lengths."""
-        ragged = [_ragged(s) for s in self.samples]
+        ragged = [_tensors_of(s) for s in self.samples]
         tensors = {
             name: torch.cat([tensors[name] for tensors in ragged])
             for name in (ragged[0] if ragged else ())
@@ -137,7 +137,7 @@ class Completions:
                 raise TypeError(f"a completion with an invalid support: {wrong}")
 
 
-def _ragged(s: Sample) -> dict[str, Tensor]:
+def _tensors_of(s: Sample) -> dict[str, Tensor]:
     """The tensors of a completion, by their names in a checkpoint."""
     support = dict(zip(_SUPPORT, s.support, strict=True)) if s.support is not None else {}
     turns = {} if s.turn_ids is None else {"turn_ids": s.turn_ids}

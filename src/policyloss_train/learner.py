@@ -99,7 +99,7 @@ class Learner:
         """Tensors and numbers for a checkpoint; of a sharded module, this rank's part."""
         tensors: dict[str, Any] = {}
         for name, module, optimizer in self._trained_modules():
-            tensors[name] = self._stored(module)
+            tensors[name] = self._stored_weights(module)
             tensors[f"{name}_optimizer"] = optimizer_state(module, optimizer)
         if self.reference is not None:
             tensors["reference"] = weights(self.reference)
@@ -108,7 +108,7 @@ class Learner:
     def load_state(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Load the result of `state`."""
         for name, module, optimizer in self._trained_modules():
-            load_weights(self._stored(module), subtree(tensors, name))
+            load_weights(self._stored_weights(module), subtree(tensors, name))
             load_optimizer_state(module, optimizer, subtree(tensors, f"{name}_optimizer"))
         if self.reference is not None:
             load_weights(weights(self.reference), subtree(tensors, "reference"))
@@ -118,16 +118,16 @@ class Learner:
     def layout(self) -> dict[str, Any]:
         """The sharding of a checkpoint's tensors; moments are sharded like their parameters."""
         return {
-            f"{name}{kind}": self._stored(module)
+            f"{name}{kind}": self._stored_weights(module)
             for name, module, _ in self._trained_modules()
             for kind in ("", "_optimizer")
         }
 
     def load_policy(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the weights of a checkpoint into the policy only."""
-        load_weights(self._stored(unwrap(self.policy)), subtree(tensors, "policy"))
+        load_weights(self._stored_weights(unwrap(self.policy)), subtree(tensors, "policy"))
 
-    def _stored(self, module: nn.Module) -> dict[str, Tensor]:
+    def _stored_weights(self, module: nn.Module) -> dict[str, Tensor]:
         """The weights of a module that a checkpoint holds."""
         every = weights(module)
         return {name: x for name, x in every.items() if self.stores_frozen or x.requires_grad}

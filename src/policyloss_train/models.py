@@ -58,7 +58,7 @@ def load_model(
         tokenizer = tiny_tokenizer(task)
         loaded = tiny_model(tokenizer, seed, TINY[model]).to(dtype)
     else:
-        loaded, tokenizer = _stored(model, dtype, offline, trust_remote_code, warn, empty)
+        loaded, tokenizer = _load_stored(model, dtype, offline, trust_remote_code, warn, empty)
     if tokenizer.eos_token is None:
         raise InputError(f"the tokenizer of {model!r} has no end token (eos_token); set one.")
     if tokenizer.pad_token is None:
@@ -141,7 +141,7 @@ def refuse_missing_folder(model: str) -> None:
         )
 
 
-def _stored(
+def _load_stored(
     model: str, dtype: torch.dtype, offline: bool, trust_remote_code: bool, warn: Say, empty: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in a folder or on the hub."""

@@ -405,14 +405,14 @@ HEAD = (
     (
         "terms_of_other_temperatures_share_a_row",
         "policyloss/head/terms.py",
-        "key = _numbered(key, per_term)",
+        "key = _number_pairs(key, per_term)",
         "key = key",
         _TERMS + "test_packed_terms_and_all_parts",
     ),
     (
         "terms_ids_do_not_part_rows",
         "policyloss/head/terms.py",
-        "key, per_term = _numbered(state, flat), None",
+        "key, per_term = _number_pairs(state, flat), None",
         "key, per_term = state, None",
         _TERMS + "test_a_gradient_by_hand",
     ),

@@ -57,7 +57,7 @@ class Framework(NamedTuple):
         return {name: values[0] for step in self.steps for name, values in step.items()}
 
 
-def nested(options: Options) -> dict[str, Any]:
+def nest_options(options: Options) -> dict[str, Any]:
     """Options with dotted names as a tree of dicts."""
     tree: dict[str, Any] = {}
     for name, value in options.items():
@@ -177,8 +177,8 @@ _VERL = Framework(
             "algorithm.norm_adv_by_std_in_grpo": ON_OFF,
         },
     ),
-    lambda options: verl_settings.spec_from_config(nested(options)),
-    lambda options: verl_settings.advantages_of(nested(options))[0],
+    lambda options: verl_settings.spec_from_config(nest_options(options)),
+    lambda options: verl_settings.advantages_of(nest_options(options))[0],
     _remarks_of_verl,
 )
 

@@ -79,10 +79,10 @@ def distinct_rows(
             f"hidden has {states.shape[0]} hidden states, 0 to {states.shape[0] - 1}. Terms that "
             "are padding must be False in mask."
         )
-    key, per_term = _numbered(state, flat), None
+    key, per_term = _number_pairs(state, flat), None
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
         per_term = temperature.reshape(-1)
-        key = _numbered(key, per_term)
+        key = _number_pairs(key, per_term)
     key = key if valid is None else torch.where(valid, key, -1)
     _, row_of_term, counts = torch.unique(key, return_inverse=True, return_counts=True)
     order, bounds = row_of_term.argsort(stable=True), torch.nn.functional.pad(counts, (1, 0))
@@ -98,7 +98,7 @@ def distinct_rows(
     )
 
 
-def _numbered(a: Tensor, b: Tensor) -> Tensor:
+def _number_pairs(a: Tensor, b: Tensor) -> Tensor:
     """A number for each pair, equal for equal pairs. `[M]`, `[M]` → `[M]`."""
     ranks: list[Tensor] = [torch.unique(x, return_inverse=True)[1] for x in (a, b)]
     return ranks[0] * a.shape[0] + ranks[1]

@@ -212,7 +212,7 @@ class PreferenceSpec(Part):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data (JSON-ready): each part as {"type": its name, …its fields}."""
-        return {f.name: _encoded(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return {f.name: _encode(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PreferenceSpec:
@@ -220,30 +220,30 @@ class PreferenceSpec(Part):
         if not isinstance(data, Mapping):
             raise SpecError(f"data must be a mapping, as to_dict makes it, got {safe_repr(data)}.")
         check_depth(data)
-        spec: PreferenceSpec = make_part(cls, {name: _decoded(x) for name, x in data.items()})
+        spec: PreferenceSpec = make_part(cls, {name: _decode(x) for name, x in data.items()})
         return spec
 
 
 _PARTS: dict[str, Any] = {part.__name__: part for part in (Term, Score, *LINKS)}
 
 
-def _encoded(x: Any) -> Any:
+def _encode(x: Any) -> Any:
     if isinstance(x, tuple):
-        return [_encoded(part) for part in x]
+        return [_encode(part) for part in x]
     if type(x) in _PARTS.values():
-        fields = {f.name: _encoded(getattr(x, f.name)) for f in dataclasses.fields(x)}
+        fields = {f.name: _encode(getattr(x, f.name)) for f in dataclasses.fields(x)}
         return {"type": type(x).__name__, **fields}
     if callable(x):
         raise SpecError(f"this loss holds a callable ({x!r}), which cannot be written as data.")
     return x
 
 
-def _decoded(x: Any) -> Any:
+def _decode(x: Any) -> Any:
     if isinstance(x, (list, tuple)):
-        return tuple(map(_decoded, x))
+        return tuple(map(_decode, x))
     if not isinstance(x, Mapping):
         return x
-    name, values = x.get("type"), {key: _decoded(y) for key, y in x.items() if key != "type"}
+    name, values = x.get("type"), {key: _decode(y) for key, y in x.items() if key != "type"}
     if not isinstance(name, str) or name not in _PARTS:
         raise SpecError(unknown_name("type of a part", name, _PARTS))
     return make_part(_PARTS[name], values)

@@ -19,7 +19,7 @@ from cases import make_batch
 from policyloss import cli
 from policyloss.catalogue import PRESETS
 from policyloss.compat import verl
-from policyloss.compat.options import FRAMEWORKS, nested
+from policyloss.compat.options import FRAMEWORKS, nest_options
 from policyloss.porting import Reading, _as_data, port_loss, read_options
 from policyloss.spec import SLOTS
 
@@ -194,7 +194,7 @@ def test_verl_computes_the_ported_loss(preset: str) -> None:
     """verl's own function with the ported options gives the preset's loss and gradient."""
     options, lost = ported(preset, "verl")
     assert lost == []
-    actor = nested({**FRAMEWORKS["verl"].defaults, **options})["actor_rollout_ref"]["actor"]
+    actor = nest_options({**FRAMEWORKS["verl"].defaults, **options})["actor_rollout_ref"]["actor"]
     b = make_batch()
     logp = b.logp.requires_grad_()
     tensors = (b.old_logp, logp, b.advantages, b.mask)
@@ -231,7 +231,7 @@ def test_a_spec_of_verl_is_the_sum_of_its_terms(average: str, correction: Any) -
         **{f"algorithm.rollout_correction.{name}": x for name, x in correction.items()},
     }
     spec = read_options("verl", options).spec
-    actor = nested({**FRAMEWORKS["verl"].defaults, **options})["actor_rollout_ref"]["actor"]
+    actor = nest_options({**FRAMEWORKS["verl"].defaults, **options})["actor_rollout_ref"]["actor"]
     b = make_batch()
     logp, entropy = b.logp.requires_grad_(), b.entropy.requires_grad_()
     weights, mask, _ = verl.compute_rollout_correction_and_rejection_mask(
@@ -289,7 +289,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "(a guard: it acts on extreme log-ratios alone).",
         "not of the loss, left out: learning_rate.",
     ]
-    tree = nested({f"{ACTOR}clip_ratio_high": 0.28, f"{ACTOR}use_kl_loss": True})
+    tree = nest_options({f"{ACTOR}clip_ratio_high": 0.28, f"{ACTOR}use_kl_loss": True})
     path.write_text(json.dumps(tree))
     assert cli.main(["port", str(path), "--from", "verl", "--to", "openrlhf"]) == 0
     assert capsys.readouterr().out.splitlines() == [

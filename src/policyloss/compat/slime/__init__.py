@@ -75,19 +75,19 @@ def custom_loss(
         _check(engine, spec, args, batch)
         computed, cp_group = scores(args, batch, logits, bool(spec.entropy_coef))
         rows = computed["log_probs"]
-        weights = _padded(slopes(sum_of_sample_mean, rows))
+        weights = _pad_rows(slopes(sum_of_sample_mean, rows))
         tensors: dict[str, Any] = {
-            name: _padded(batch[key]) for name, key in KEYS.items() if batch.get(key)
+            name: _pad_rows(batch[key]) for name, key in KEYS.items() if batch.get(key)
         }
         # The engine leaves it out if the policy has not been updated.
         tensors.setdefault("old_logp", "current")
         out = policy_loss(
             spec.replace(aggregate=TokenSum()),
-            _padded(rows),
-            advantages=_padded(batch["advantages"]),
+            _pad_rows(rows),
+            advantages=_pad_rows(batch["advantages"]),
             mask=weights != 0,
             weights=weights,
-            entropy=_padded(computed["entropy"]) if spec.entropy_coef else None,
+            entropy=_pad_rows(computed["entropy"]) if spec.entropy_coef else None,
             cp_group=cp_group,
             totals="local",
             metrics="none",
@@ -98,7 +98,7 @@ def custom_loss(
     return policy_loss_of_batch
 
 
-def _padded(rows: Sequence[Tensor]) -> Tensor:
+def _pad_rows(rows: Sequence[Tensor]) -> Tensor:
     """The rows of samples as one tensor `[B, T]`, with zeros behind the shorter ones."""
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
