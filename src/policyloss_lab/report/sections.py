@@ -12,11 +12,6 @@ from policyloss_lab.report.verdict import WORDS
 _STATES = {"running": "still running", "stopped": "stopped early", "unknown": ""}
 
 
-def swatch(index: int) -> str:
-    """A mark in the colour of the run with this index."""
-    return f'<i class="swatch run{index % 8}"></i>'
-
-
 _DEFAULT = ' <span class="quiet">(default)</span>'
 _UNKNOWN = ("–", "<b>unknown</b>")
 _VERDICTS = 8  # sentences that are visible at once
@@ -24,6 +19,20 @@ _TALL = 12  # the table scrolls if it has more rows
 _HEALTHY = 3  # runs without a symptom that have a line each
 _SWATCHES = 6  # colours of runs that share a note
 _MARKS = {"learns": "▲", "worse": "▼", "flat": "■", "solved": "✓", "early": "…", "unclear": "?"}
+
+
+def swatch(index: int) -> str:
+    """A mark in the colour of the run with this index."""
+    return f'<i class="swatch run{index % 8}"></i>'
+
+
+def _run(index: int, run: Mapping[str, Any]) -> str:
+    """The mark and the label of a run."""
+    return f"{swatch(index)}<bdi>{escaped(run['label'])}</bdi>"
+
+
+def _table(kind: str, head: str, rows: Iterable[str]) -> str:
+    return f'<table class="{kind}"><thead><tr>{head}</thead><tbody>{"".join(rows)}</tbody></table>'
 
 
 def verdict(data: Mapping[str, Any]) -> str:
@@ -81,17 +90,13 @@ def overview(runs: Sequence[Mapping[str, Any]]) -> str:
     table = [_overview_cells(run) for run in runs]
     known = [name for name in table[0] if any(cells[name] not in _UNKNOWN for cells in table)]
     head = "".join(f"<th scope=col>{name}" for name in ("Run", *known))
-    rows = "".join(
-        f'<tr><th scope=row title="{escaped(run["path"])}">{swatch(i)}'
-        f"<bdi>{escaped(run['label'])}</bdi>"
+    rows = (
+        f'<tr><th scope=row title="{escaped(run["path"])}">{_run(i, run)}'
         + "".join(f'<td data-name="{name}">{cells[name]}' for name in known)
         for i, (run, cells) in enumerate(zip(runs, table, strict=True))
     )
     tall = " tall" if len(runs) > _TALL else ""
-    return (
-        f'<div class="wide{tall}"><table class="runs '
-        f'stacked"><thead><tr>{head}</thead><tbody>{rows}</tbody></table></div>'
-    )
+    return f'<div class="wide{tall}">{_table("runs stacked", head, rows)}</div>'
 
 
 def _overview_cells(run: Mapping[str, Any]) -> dict[str, str]:
@@ -162,7 +167,7 @@ def health(runs: Sequence[Mapping[str, Any]]) -> str:
     """The symptoms of each run that has enough steps; "" if no run has enough."""
     lines, count, healthy = [], 0, []
     for i, run in enumerate(runs):
-        name = f"<li>{swatch(i)}<bdi>{escaped(run['label'])}</bdi>: "
+        name = f"<li>{_run(i, run)}: "
         count += len(run["health"])
         for row in run["health"]:
             since = f" from step {row['step']}" if row["step"] else ""
@@ -180,9 +185,8 @@ def health(runs: Sequence[Mapping[str, Any]]) -> str:
     if not lines:
         return ""
     title = f"{count or 'no'} symptom{'s' if count > 1 else ''}"
-    items = "".join(lines)
     head = f"<summary>Health: {title}</summary>"
-    return f'<details class="notes" open>{head}<ul>{items}</ul></details>'
+    return f'<details class="notes" open>{head}<ul>{"".join(lines)}</ul></details>'
 
 
 def losses(data: Mapping[str, Any]) -> str:
@@ -196,20 +200,20 @@ def losses(data: Mapping[str, Any]) -> str:
 def _difference(difference: Mapping[str, Any]) -> str:
     a, b = (f"<bdi>{escaped(difference[side])}</bdi>" for side in ("a", "b"))
     head = f"<th scope=col>Slot<th scope=col>{a}<th scope=col>{b}<th scope=col>What it means"
-    rows = "".join(
+    rows = (
         f"<tr><th scope=row>{escaped(change['slot'])}<td><code>{escaped(change['a'])}</code>"
         f"<td><code>{escaped(change['b'])}</code><td>{escaped(change['meaning'])}"
         for change in difference["changes"]
     )
     extra = "".join(f"<p>{escaped(note)}</p>" for note in difference["notes"])
-    table = f'<table class="stacked"><thead><tr>{head}</thead><tbody>{rows}</tbody></table>'
     key = f'<p class="quiet">a is the loss of {a}, b that of {b}.</p>'
+    table = _table("stacked", head, rows)
     return f'<div class="card"><h3>How the losses differ</h3>{key}{table}{extra}</div>'
 
 
 def _loss(runs: Sequence[Mapping[str, Any]], users: Sequence[int]) -> str:
     loss = runs[users[0]]["loss"]
-    used = " ".join(f"{swatch(i)}<bdi>{escaped(runs[i]['label'])}</bdi>" for i in users)
+    used = " ".join(_run(i, runs[i]) for i in users)
     explanation = loss["explain"]
     if explanation is None:
         why = (
@@ -273,81 +277,68 @@ def settings(data: Mapping[str, Any], name: str) -> str:
     complete list, folded. Defaults are marked.
     """
     runs = data["runs"]
-    tables = [flat(run[name]) for run in runs]
-    defaults = [flat(run["defaults"]) if name == "config" else {} for run in runs]
-    keys = dict.fromkeys(key for table in tables for key in table)
+    pairs = [(flat(run["defaults"]) if name == "config" else {}, flat(run[name])) for run in runs]
+    keys = dict.fromkeys(key for _, table in pairs for key in table)
     if not keys:
         return '<p class="quiet">None was recorded.</p>'
-    rows = {key: [table.get(key) for table in tables] for key in keys}
     differing = [row["key"] for row in data["differences"][name]]
     changed = [
         key
-        for key, values in rows.items()
+        for key in keys
         if key not in differing
-        and any(key in usual and usual[key] != v for usual, v in zip(defaults, values, strict=True))
+        and any(key in usual and usual[key] != table.get(key) for usual, table in pairs)
     ]
+    head = "<th>" + "".join(f"<th scope=col>{_run(i, run)}" for i, run in enumerate(runs))
+
+    def table(chosen: Iterable[str]) -> str:
+        rows = (
+            f"<tr><th scope=row>{escaped(key)}"
+            + "".join(_setting(table.get(key), usual.get(key)) for usual, table in pairs)
+            for key in chosen
+        )
+        return f'<div class="wide">{_table("settings", head, rows)}</div>'
+
     parts = []
     if len(runs) > 1:
         parts.append(
-            f"<h3>Different</h3>{_table(runs, rows, differing, defaults)}"
+            f"<h3>Different</h3>{table(differing)}"
             if differing
             else '<p class="quiet">The same in all runs.</p>'
         )
     if changed:
-        parts.append(f"<h3>Set by hand</h3>{_table(runs, rows, changed, defaults)}")
-    complete = _table(runs, rows, keys, defaults)
-    return complete if not parts else "".join(parts) + _folded(f"All {len(keys)}", complete)
+        parts.append(f"<h3>Set by hand</h3>{table(changed)}")
+    return "".join(parts) + _folded(f"All {len(keys)}", table(keys)) if parts else table(keys)
 
 
-def _table(
-    runs: Sequence[Mapping[str, Any]],
-    rows: Mapping[str, Sequence[str | None]],
-    keys: Iterable[str],
-    defaults: Sequence[Mapping[str, str]],
-) -> str:
-    head = "".join(
-        f"<th scope=col>{swatch(i)}<bdi>{escaped(run['label'])}</bdi>" for i, run in enumerate(runs)
-    )
-    body = "".join(
-        f"<tr><th scope=row>{escaped(key)}"
-        + "".join(
-            f"<td><bdi>{'–' if value is None else escaped(value)}</bdi>"
-            + (_DEFAULT if key in usual and usual[key] == value else "")
-            for value, usual in zip(rows[key], defaults, strict=True)
-        )
-        for key in keys
-    )
-    return (
-        '<div class="wide"><table '
-        f'class="settings"><thead><tr><th>{head}</thead><tbody>{body}</tbody></table></div>'
-    )
+def _setting(value: str | None, default: str | None) -> str:
+    if value is None:
+        return "<td><bdi>–</bdi>"
+    return f"<td><bdi>{escaped(value)}</bdi>{_DEFAULT if value == default else ''}"
 
 
 def origins(runs: Sequence[Mapping[str, Any]]) -> str:
     """A table of the metrics with another name in the files of a run; "" if there are none."""
-    places = [i for i, run in enumerate(runs) if run["names"]]
-    names = sorted({name for i in places for name in runs[i]["names"]})
+    renamed = [run for run in runs if run["names"]]
+    names = sorted({name for run in renamed for name in run["names"]})
     if not names:
         return ""
-    columns = [
-        {name: f"<code>{escaped(old)}</code>" for name, old in runs[i]["names"].items()}
-        for i in places
-    ]
-    head = "".join(
-        f'<th scope=col title="{escaped(runs[i]["source"])}"><bdi>{escaped(runs[i]["label"])}</bdi>'
-        for i in places
-    )
-    rows = "".join(
+    labels = [f"<bdi>{escaped(run['label'])}</bdi>" for run in renamed]
+    sources = [escaped(run["source"]) for run in renamed]
+    pairs = list(zip(labels, sources, strict=True))
+    head = "<th scope=col>Here"
+    head += "".join(f'<th scope=col title="{source}">{label}' for label, source in pairs)
+    rows = (
         f"<tr><th scope=row><code>{escaped(name)}</code>"
-        + "".join(f"<td>{cells.get(name, '–')}" for cells in columns)
+        + "".join(_origin(run["names"].get(name)) for run in renamed)
         for name in names
     )
-    sources = "".join(
-        f"<li><bdi>{escaped(runs[i]['label'])}</bdi>: {escaped(runs[i]['source'])}" for i in places
-    )
+    read = "".join(f"<li>{label}: {source}" for label, source in pairs)
     return (
-        f"<p>These runs were read from other trainers' files:</p><ul>{sources}</ul>"
-        f"<details><summary>{len(names)} metrics have another name in the files</summary><div "
-        f'class="wide"><table class="settings"><thead><tr><th scope=col>Here{head}</thead><tbody>'
-        f"{rows}</tbody></table></div></details>"
+        f"<p>These runs were read from other trainers' files:</p><ul>{read}</ul><details><summary>"
+        f"{len(names)} metrics have another name in the files</summary>"
+        f'<div class="wide">{_table("settings", head, rows)}</div></details>'
     )
+
+
+def _origin(name: str | None) -> str:
+    return "<td>–" if name is None else f"<td><code>{escaped(name)}</code>"
