@@ -285,7 +285,8 @@ def _read_findings(path: Path, notes: Notes) -> list[dict[str, Any]]:
     if not os.path.lexists(path):
         return []
     with reading.open_noted(path, notes) as file:
-        rows = [row for _, row in reading.json_lines(file, path.name, notes, limits.MIB, 1)]
+        lines = reading.json_lines(file, path.name, notes, limits.MIB, limits.COMPLETION_PARTS)
+        rows = [row for _, row in lines]
     texts = [name for name in Finding._fields if name != "step"]
     return [
         {name: cut(str(row.get(name, "")), NOTE_LENGTH) for name in texts}

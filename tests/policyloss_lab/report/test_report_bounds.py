@@ -28,6 +28,15 @@ def run_of(folder: Path) -> dict[str, Any]:
     return found
 
 
+def test_parts_of_many_findings_are_read(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 1.0}])
+    finding = {"step": 1, "cause": "copy", "evidence": "e" * 3_000, "remedy": "", "severity": ""}
+    write_lines(run / "findings.jsonl", [finding] * 400)  # 1.2 MB
+    found = run_of(run)
+    assert len(found["health"]) == limits.NOTES
+    assert any("findings.jsonl has 1 MiB" in note for note in found["notes"])
+
+
 def test_a_text_is_shown_up_to_its_limit(tmp_path: Path) -> None:
     """The page of a token of a megabyte is as small as the page of a token of 201 characters."""
     tokens = ["a" * 200, "b" * 201, "c" * 1_000_000]
