@@ -65,27 +65,25 @@ def fields_of(part: type) -> tuple[Field, ...]:
 
 
 def _field(name: str, hint: Any) -> Field:
-    kinds = set(_kinds(hint))
+    kinds = set(_leaves(hint))
     choices = [kind for kind in kinds if get_origin(kind) is Literal]
     none = (None,) if type(None) in kinds else ()
     if choices:
         return Field(name, "choice", (*none, *get_args(choices[0])))
     if str in kinds:  # the name of a tensor; on the page, the ratio is the only one
         return Field(name, "choice", (*none, "ratio"))
-    if set(_kinds(LogClamp)) <= kinds:
+    if set(_leaves(LogClamp)) <= kinds:
         return Field(name, "clamp")
     if Any in kinds:
         return Field(name, "part")
     return Field(name, "number", (), bool(none), float not in kinds)
 
 
-def _kinds(hint: Any) -> Iterator[Any]:
-    """The types that an annotation joins."""
-    if get_origin(hint) is Annotated:
-        yield from _kinds(get_args(hint)[0])
-    elif get_origin(hint) in (Union, UnionType):
+def _leaves(hint: Any) -> Iterator[Any]:
+    """The types and the checks that an annotation joins."""
+    if get_origin(hint) in (Annotated, Union, UnionType):
         for each in get_args(hint):
-            yield from _kinds(each)
+            yield from _leaves(each)
     else:
         yield hint
 
@@ -143,8 +141,8 @@ def distinct_numbers(part: type) -> dict[str, float]:
 def limits(part: type, field: Field) -> Limits:
     """The limits of a number field, from the checks of its annotation."""
     stated: dict[str, Any] = {}
-    for check in _checks(get_type_hints(part, include_extras=True)[field.name]):
-        stated |= getattr(check, "keywords", {})
+    for each in _leaves(get_type_hints(part, include_extras=True)[field.name]):
+        stated |= getattr(each, "keywords", {})
     return Limits(
         stated.get("least", 1 if field.integer else None),  # a count, if nothing is stated
         stated.get("above"),
@@ -163,12 +161,3 @@ def _takes_infinity(part: type, name: str) -> bool:
     except PolicyLossError:
         return False
     return True
-
-
-def _checks(hint: Any) -> Iterator[Any]:
-    """The checks of an annotation."""
-    for each in get_args(hint):
-        if get_origin(hint) is Annotated and callable(each) and not isinstance(each, type):
-            yield each
-        else:
-            yield from _checks(each)

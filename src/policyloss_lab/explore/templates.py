@@ -124,15 +124,10 @@ def _variant(part: type, choices: dict[str, Any]) -> Variant:
 
 def _with_choices(part: type, choices: dict[str, Any], numbers: dict[str, float]) -> Any:
     """The initial part with these choices and numbers."""
-    values = {}
-    for field in fields_of(part):
-        value = choices.get(field.name, getattr(start(part), field.name))
-        if field.kind == "clamp":
-            value = _CLAMP
-        if field.kind == "number" and value is not None:
-            value = numbers[field.name]
-        values[field.name] = value
-    return part(**values)
+    first = vars(start(part)) | choices
+    clamps = {field.name: _CLAMP for field in fields_of(part) if field.kind == "clamp"}
+    known = {name: x for name, x in numbers.items() if first[name] is not None}
+    return part(**{**first, **clamps, **known})
 
 
 def _spec_with(part: Any, anchor: str = "old") -> LossSpec:
