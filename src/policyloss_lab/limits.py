@@ -4,6 +4,8 @@ hold anything, but every command must finish and every page must open.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 MIB = 2**20
 LARGEST_STEP = 2**53  # beyond it, a browser cannot tell two steps apart
 LARGEST = 1e150  # beyond it, sums, squares and the scales of a chart would overflow
@@ -58,6 +60,13 @@ def share(total: int, most: int, runs: int) -> int:
 def bytes_of(total: int, runs: int) -> int:
     """The number of bytes that are read for one of `runs`."""
     return max(LEAST_BYTES, total // max(1, runs))
+
+
+def stride(sizes: Sequence[int], budget: int) -> int:
+    """The smallest k for which every k-th of `sizes`, counted back from the last, fits `budget`; at
+    most their number.
+    """
+    return next((k for k in range(1, len(sizes)) if sum(sizes[::-k]) <= budget), len(sizes) or 1)
 
 
 def cut(text: str, length: int) -> str:

@@ -68,15 +68,12 @@ def _loss_name(name: str, explanation: Explanation) -> str:
 def loss_differences(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """[{"a": label, "b": label, "text", "changes", "notes"}]: each other loss against the first."""
     known = [run for run in runs if run["loss"]["explain"] is not None]
+    distinct = [known[same[0]] for same in group_equal([run["loss"]["spec"] for run in known])]
     rows: list[dict[str, Any]] = []
-    specs = [run["loss"]["spec"] for run in known[:1]]
-    first = known[0]["label"] if known else ""
-    for run in known[1:]:
-        if run["loss"]["spec"] in specs:
-            continue
-        specs.append(run["loss"]["spec"])
+    for run in distinct[1:]:
+        first = distinct[0]["label"]
         try:
-            result = diff(LossSpec.from_dict(specs[0]), LossSpec.from_dict(run["loss"]["spec"]))
+            result = diff(*(LossSpec.from_dict(x["loss"]["spec"]) for x in (distinct[0], run)))
         except _NO_LOSS as error:
             run["notes"].append(f"The loss cannot be compared with that of {first}: {error}")
             continue

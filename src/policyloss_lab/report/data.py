@@ -239,16 +239,15 @@ def labels_of(sources: Sequence[Source]) -> list[str]:
     """A short, unique name for each run: the name of its folder, or its name in its table. If two
     names are equal, the parent folder or the table is added; if still equal, a number.
     """
-    names, longer = [], []
+    places = []
     for source in sources:
+        path = source.path.resolve()
+        place = (path.parent.name, path.name)
         if source.kind == "table" and source.run:
-            parts = (split_run(source.path)[0].resolve().name, source.run)
-        else:
-            parts = (source.path.resolve().parent.name, source.path.resolve().name)
-        names.append(parts[1])
-        longer.append("/".join(parts))
-    pairs = zip(names, longer, strict=True)
-    names = [long if names.count(name) > 1 else name for name, long in pairs]
+            place = (split_run(source.path)[0].resolve().name, source.run)
+        places.append(place)
+    short = [name for _, name in places]
+    names = [name if short.count(name) == 1 else f"{place}/{name}" for place, name in places]
     return [
         name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})"
         for i, name in enumerate(names)
@@ -316,7 +315,7 @@ def _completions(source: Source, runs: int) -> list[dict[str, Any]]:
     notes = source.notes
     paths = sorted(source.completions, key=lambda path: (step_in_name(path), path))
     budget = limits.bytes_of(limits.ROLLOUT_BYTES, runs)
-    chosen = _evenly(paths, budget)
+    chosen = paths[:: -limits.stride([path.lstat().st_size for path in paths], budget)][::-1]
     if len(chosen) < len(paths):
         notes.append(
             f"{len(chosen)} of {len(paths)} files of completions were read, evenly spaced; the "
@@ -363,15 +362,6 @@ def _line(row: dict[str, Any]) -> str:
     most = limits.TEXT_LENGTH + 1
     short = {name: x[:most] if isinstance(x, str) else x for name, x in row.items()}
     return json.dumps(short, default=str) + "\n"
-
-
-def _evenly(paths: list[Path], budget: int) -> list[Path]:
-    """Every k-th file, counted back from the last, with the smallest k that fits the budget."""
-    sizes = [path.lstat().st_size for path in paths]
-    stride = 1
-    while stride < len(paths) and sum(sizes[::-stride]) > budget:
-        stride += 1
-    return paths[::-stride][::-1]
 
 
 def _planned(path: Path) -> int | None:

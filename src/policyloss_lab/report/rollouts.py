@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,10 +115,8 @@ def _choose(index: Index, budget: int, by_information: bool) -> dict[int, list[S
         for step, of_step in groups.items():
             rewards = [[row.reward for row in group] for group in of_step]
             groups[step] = [of_step[i] for i in choose_groups(rewards, len(of_step))]
-    steps, stride = sorted(index), 1
-    first = {step: _total(groups[step][0]) for step in steps}
-    while stride < len(steps) and sum(first[step] for step in steps[::-stride]) > budget:
-        stride += 1
+    steps = sorted(index)
+    stride = limits.stride([_total(groups[step][0]) for step in steps], budget)
     chosen: dict[int, list[StoredRow]] = {}
     left = budget
     for rank in range(max(map(len, groups.values()), default=0)):
@@ -135,10 +134,8 @@ def _total(group: list[StoredRow]) -> int:
 
 def _first(group: list[StoredRow], budget: int) -> list[StoredRow]:
     """The first rows of a group that fit into `budget`; at least one row."""
-    taken = 1
-    while taken < len(group) and _total(group[: taken + 1]) <= budget:
-        taken += 1
-    return group[:taken]
+    fitting = sum(total <= budget for total in accumulate(row.size for row in group))
+    return group[: max(1, fitting)]
 
 
 def _clean(row: dict[str, Any], step: int, shortened: Counter[str]) -> dict[str, Any]:
@@ -203,9 +200,6 @@ def _label(value: Any) -> str | int | None:
     return cut(value, limits.TOKEN_LENGTH) if isinstance(value, str) else integer(value)
 
 
-_NAMES = tuple(BRANCHES)
-
-
 def with_branches(rows: Sequence[dict[str, Any]], loss: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows with a branch for every token, if the branch follows from the row alone.
 
@@ -232,9 +226,9 @@ def with_branches(rows: Sequence[dict[str, Any]], loss: Mapping[str, Any]) -> li
         codes = token_branches(spec, mask=mask, **tensors, cu_seqlens=lengths.cumsum(0))
     except PolicyLossError:  # the loss reads a tensor that no file of completions holds
         return list(rows)
-    out = list(rows)
+    out, branches = list(rows), list(BRANCHES)
     for i, part in zip(open_rows, torch.split(codes, lengths[1:].tolist()), strict=True):
-        out[i] = {**rows[i], "branch": [_NAMES[code] for code in part.tolist()]}
+        out[i] = {**rows[i], "branch": [branches[code] for code in part.tolist()]}
     return out
 
 

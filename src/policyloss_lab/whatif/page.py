@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -90,9 +90,7 @@ def _title(name: str, spec: Any) -> str:
 def page_data(result: WhatIf) -> dict[str, Any]:
     """The data that the script draws. Tokens are listed up to about `SHOWN_TOKENS`."""
     lengths: list[int] = result.tokens.lengths.tolist()
-    shown = 0
-    while shown < len(lengths) and sum(lengths[: shown + 1]) <= max(SHOWN_TOKENS, lengths[0]):
-        shown += 1
+    shown = sum(end <= max(SHOWN_TOKENS, lengths[0]) for end in accumulate(lengths))
     matrices = {"tokens": result.by_token.cosine}
     if result.by_model is not None:
         matrices[result.through] = result.by_model.cosine
