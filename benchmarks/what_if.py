@@ -204,7 +204,9 @@ def gains(products: Products, tokens: StoredTokens) -> list[float]:
     """The predicted gain of each loss: `Σ_s A_s·Δ_s`, with A_s the mean advantage of sequence s and
     Δ_s the first-order change of its log-probability for a step of length 1.
     """
-    out: list[float] = (products.unit_change @ tokens.advantages).tolist()
+    counts = tokens.sums(tokens.inputs.mask.double()).clamp(min=1)
+    advantages = tokens.sums(tokens.inputs.advantages) / counts
+    out: list[float] = (products.unit_change @ advantages).tolist()
     return out
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from policyloss.compat.tinker.data import KEYS
 from policyloss.errors import InputError
 from policyloss_lab.attachment import Attachment, Row, split_rows
-from policyloss_lab.diagnosis.read import COLUMNS
+from policyloss_lab.diagnosis.read import COLUMNS, first_names
 from policyloss_lab.runs.recorder import Decode
 
 # Our name of a column, and its names in verl, TRL and OpenRLHF.
@@ -90,9 +90,8 @@ def _replace(attachment: Attachment, owner: Any, name: str, call: Callable[..., 
 
 def _renamed(batch: Any) -> dict[str, Any]:
     """The columns of a trainer's batch under our names, padded; those it lacks are left out."""
-    known = set(batch.keys())  # a TensorDict has no plain `in`
-    theirs = {our: next((n for n in names if n in known), None) for our, names in _NAMES.items()}
-    columns = {our: batch[name] for our, name in theirs.items() if name is not None}
+    names = first_names(_NAMES, batch.keys())  # a TensorDict has no plain `in`
+    columns = {our: batch[name] for our, name in names.items()}
     return {
         name: pad_sequence(x.unbind(), batch_first=True) if getattr(x, "is_nested", False) else x
         for name, x in columns.items()

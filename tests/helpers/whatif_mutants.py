@@ -81,8 +81,8 @@ WHATIF = (
     (
         "whatif_a_step_without_advantages",
         "policyloss_lab/whatif/tokens.py",
-        "if bool(tried[number].inputs.advantages.any()):",
-        "if True:",
+        "if x[1].inputs.advantages.any()), last)",
+        "), last)",
         _FILES + "test_steps_with_zero_advantages_are_skipped",
     ),
 )

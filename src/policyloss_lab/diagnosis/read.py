@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +124,17 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 }
 
 
+def first_names(table: Mapping[str, Sequence[str]], known: Iterable[str]) -> dict[str, str]:
+    """{our name: the first of its names in `table` that is known}."""
+    names = set(known)
+    found = {ours: [name for name in others if name in names] for ours, others in table.items()}
+    return {ours: there[0] for ours, there in found.items() if there}
+
+
 def columns_of(names: Any) -> dict[str, str]:
     """{argument of `doctor`: the name of its column}; an `InputError` if a side is missing."""
     known = list(names)
-    columns = {
-        argument: name
-        for argument, others in COLUMNS.items()
-        if (name := next((other for other in others if other in known), None)) is not None
-    }
+    columns = first_names(COLUMNS, known)
     for side, needed in (("engine", ("rollout_logp",)), ("trainer", ("old_logp", "logp"))):
         if not any(argument in columns for argument in needed):
             wanted = [name for argument in needed for name in COLUMNS[argument]]

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from policyloss.advantage import grpo
 from policyloss.arguments import is_number
 from policyloss.errors import InputError
 from policyloss.inputs import OPTIONAL, TOKEN_SHAPED, Inputs
-from policyloss_lab.diagnosis.read import COLUMNS, read_rows, read_safetensors
+from policyloss_lab.diagnosis.read import COLUMNS, first_names, read_rows, read_safetensors
 from policyloss_lab.limits import TOKEN_LENGTH, cut
 from policyloss_lab.reading import finite, integer, json_object
 from policyloss_lab.report.rollouts import read_rollouts
@@ -97,12 +98,6 @@ class StoredTokens:
         out = x.new_zeros(*x.shape[:-1], self.lengths.shape[0])
         return out.index_add(-1, self.sequence, x)
 
-    @property
-    def advantages(self) -> Tensor:
-        """The mean advantage of each sequence's trained tokens, `[S]`."""
-        counts = self.sums(self.inputs.mask.double()).clamp(min=1)
-        return self.sums(self.inputs.advantages) / counts
-
 
 def _lengths(inputs: Inputs) -> Tensor:
     assert inputs.cu_seqlens is not None
@@ -171,23 +166,15 @@ def read(path: Path, step: int | str | None = None) -> StoredTokens:
         return _of_run(path, step)
     if path.suffix == ".safetensors":
         tensors = read_safetensors(path)
-        return _of_tensors({ours: tensors[name] for ours, name in _columns(tensors).items()})
+        columns = first_names(NAMES, tensors)
+        return _of_tensors({ours: tensors[name] for ours, name in columns.items()})
     if path.suffix == ".jsonl":
         rows = read_rows(path)
-        columns = _columns(rows[0])
+        columns = first_names(NAMES, rows[0])
         return tokens_of([{ours: row.get(n) for ours, n in columns.items()} for row in rows], step)
     if not os.path.lexists(path):
         raise InputError(f"{path} does not exist; give the folder of a run, or a file of tokens.")
     raise InputError(f"{path} is neither a run directory nor a .jsonl or .safetensors file.")
-
-
-def _columns(names: Any) -> dict[str, str]:
-    """{our name: the name in the file}."""
-    return {
-        ours: name
-        for ours, others in NAMES.items()
-        if (name := next((other for other in others if other in names), None)) is not None
-    }
 
 
 def _of_run(folder: Path, step: int | str | None) -> StoredTokens:
@@ -233,17 +220,13 @@ def tokens_of(rows: Sequence[Mapping[str, Any]], step: int | str | None = None) 
     if step is not None and step not in steps:
         shown = ", ".join(map(str, steps[-10:]))
         raise InputError(f"step={step!r} is not stored; there are {shown}, or step='all'.")
-    tried: dict[Any, StoredTokens] = {}
-    for number in reversed(steps) if step is None else (step,):
-        tried[number] = _end_to_end([row for row in rows if row.get("step") == number])
-        if bool(tried[number].inputs.advantages.any()):
-            break
-    else:
-        number = next(iter(tried))
-    tokens = tried[number]
+    candidates = steps[::-1] if step is None else [step]
+    tried = ((i, _end_to_end([row for row in rows if row.get("step") == i])) for i in candidates)
+    last = next(tried)
+    number, tokens = next((x for x in chain([last], tried) if x[1].inputs.advantages.any()), last)
     if len(steps) == 1:
         return tokens
-    later = "" if number == next(iter(tried)) else "; in the later ones every advantage is 0"
+    later = "" if number == last[0] else "; in the later ones every advantage is 0"
     note = f"These are the tokens of step {number}, one of {len(steps)} stored steps{later}."
     return tokens.replace(notes=(note, *tokens.notes))
 
@@ -251,13 +234,11 @@ def tokens_of(rows: Sequence[Mapping[str, Any]], step: int | str | None = None) 
 def _end_to_end(rows: Sequence[Mapping[str, Any]]) -> StoredTokens:
     notes: list[str] = []
     has_advantage = any(row.get("token_advantage") is not None for row in rows)
-    numbers = [_numbers(row, i) for i, row in enumerate(rows)]
-    rewards = [finite(row.get("reward")) for row in rows]
-    kept = [
-        i
-        for i, (x, reward) in enumerate(zip(numbers, rewards, strict=True))
-        if x and ("token_advantage" in x if has_advantage else reward is not None)
-    ]
+    kept = []
+    for i, row in enumerate(rows):
+        x, reward = _numbers(row, i), finite(row.get("reward"))
+        if x and ("token_advantage" in x if has_advantage else reward is not None):
+            kept.append((row, x, reward))
     if not kept:
         raise InputError(
             "no completion has a logp or old_logp for each of its tokens and an advantage or a "
@@ -265,8 +246,7 @@ def _end_to_end(rows: Sequence[Mapping[str, Any]]) -> StoredTokens:
         )
     if len(kept) < len(rows):
         notes.append(f"{len(rows) - len(kept)} completions lack numbers and were left out.")
-    rows, numbers = [rows[i] for i in kept], [numbers[i] for i in kept]
-    rewards = [rewards[i] for i in kept]
+    rows, numbers, rewards = zip(*kept, strict=True)
     tensors: dict[str, Any] = {
         name: torch.tensor([value for x in numbers for value in x[name]], dtype=torch.float64)
         for name in (*PER_TOKEN, "ids", "token_advantage")
@@ -276,7 +256,7 @@ def _end_to_end(rows: Sequence[Mapping[str, Any]]) -> StoredTokens:
         tensors["logp"] = tensors.get("old_logp")
         notes.append(_NO_LOGP)
     lengths, groups = torch.tensor([len(x["mask"]) for x in numbers]), _groups(rows)
-    reward = None if None in rewards else torch.tensor(rewards, dtype=torch.float64)
+    every_reward = None if None in rewards else torch.tensor(rewards, dtype=torch.float64)
     advantages = tensors.pop("token_advantage", None)
     if advantages is None:
         if groups is None:
@@ -284,12 +264,12 @@ def _end_to_end(rows: Sequence[Mapping[str, Any]]) -> StoredTokens:
                 "there are no advantages, and without a group or a prompt for each completion "
                 "they cannot be computed from the rewards; store one of these."
             )
-        assert reward is not None
-        advantages = grpo(reward, groups).repeat_interleave(lengths)
+        assert every_reward is not None
+        advantages = grpo(every_reward, groups).repeat_interleave(lengths)
         notes.append("There are no advantages; GRPO's advantages were computed from the rewards.")
     tensors |= {
         "advantages": advantages,
-        "rewards": reward,
+        "rewards": every_reward,
         "mask": torch.tensor([used for x in numbers for used in x["mask"]]),
         "cu_seqlens": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
         "group_ids": groups,
