@@ -122,7 +122,7 @@ def read_log(path: str | Path) -> list[Row]:
     """One row of numbers for each step, in order; an `InputError` if `path` is not a log.
 
     path: a run directory of ours or of TRL, or a file: metrics.jsonl, trainer_state.json, verl's
-    JSONL or console output, TensorBoard events, W&B's `.wandb`, a CSV export of W&B or trackio.
+    JSONL or console output, TensorBoard events, a CSV export of W&B or trackio.
     """
     merged: dict[int, Row] = {}
     for file in _log_files(Path(path)):
