@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -141,14 +142,10 @@ def fit_edges(case: Case) -> Iterator[Fit]:
     pairs = case.pairs
     size = (pairs.difference / pairs.shape).abs()
     wild = size > max(WILD * 1.4826 * float(size.median()), NEAR)
-    steps = torch.where(wild, 1.0, -2.0)
-    rows = pairs.starts.numel() - 1
     for side in ("first", "last"):
-        edge = _runs(steps if side == "first" else steps.flip(0), pairs, side)
-        lengths = torch.zeros(int(pairs.row.max()) + 1).index_add(0, pairs.row, edge.float())
-        lengths = lengths[torch.unique_consecutive(pairs.row)]
-        share = float((lengths > 0).float().mean())
-        longest = int(lengths.max())
+        edge, lengths = _runs(wild, pairs, side)
+        longest, rows = max(lengths), len(lengths)
+        share = sum(length > 0 for length in lengths) / rows
         cause = "prompt_in_mask" if side == "first" else "padding_in_mask"
         if side == "last" and longest == 1:
             cause = "end_token"
@@ -167,25 +164,20 @@ def fit_edges(case: Case) -> Iterator[Fit]:
         )
 
 
-def _runs(wild: Tensor, pairs: Pairs, side: str) -> Tensor:
-    """The tokens of the leading (or trailing) run of each row: the run with the largest sum of +1
-    for each wild token and −2 for each other one.
+def _runs(wild: Tensor, pairs: Pairs, side: str) -> tuple[Tensor, list[int]]:
+    """The tokens of the first (or last) run of each row, and its length: of all runs from that end
+    of the row, the one with the largest sum of +1 for each wild token and −2 for each other one.
     """
-    index = torch.arange(pairs.size)
-    row = pairs.row if side == "first" else pairs.row.flip(0)
-    new = torch.ones(pairs.size, dtype=torch.bool)
-    new[1:] = row[1:] != row[:-1]
-    begin = torch.where(new, index, 0).cummax(0).values
-    total = wild.cumsum(0)
-    total = total - (total[begin] - wild[begin])
-    group = new.cumsum(0) - 1
-    best = torch.full((int(group[-1]) + 1,), 0.0, dtype=total.dtype)
-    best = best.scatter_reduce(0, group, total, "amax")
-    hit = (total == best[group]) & (best[group] > 0)
-    last = torch.full((best.numel(),), -1)
-    last = last.scatter_reduce(0, group, torch.where(hit, index, -1), "amax")
-    edge = index <= last[group]
-    return edge if side == "first" else edge.flip(0)
+    edge, lengths = torch.zeros(pairs.size, dtype=torch.bool), []
+    flags = wild.tolist()
+    for begin, end in pairwise(pairs.starts.tolist()):
+        row = flags[begin:end] if side == "first" else flags[begin:end][::-1]
+        sums = [0, *accumulate(1 if flag else -2 for flag in row)]
+        best = max(sums)
+        length = max(i for i, total in enumerate(sums) if total == best) if best else 0
+        edge[slice(begin, begin + length) if side == "first" else slice(end - length, end)] = True
+        lengths.append(length)
+    return edge, lengths
 
 
 UNITS = {"logarithms of base 2": 1 / math.log(2), "logarithms of base 10": 1 / math.log(10)}

@@ -75,19 +75,19 @@ class Fitted(NamedTuple):
         return frozenset(CAUSES[cause].family for cause in self.fit.cause.split("+"))
 
 
+@dataclass
 class Search:
     """The state of a diagnosis. floor: the healthy scale. tested: all fits. candidates: two causes
     that explain the case equally well. held_out: families not to be named, for the benchmark.
     """
 
-    def __init__(
-        self,
-        case: Case,
-        limits: Thresholds,
-        others: Sequence[Sequence[int]] | None,
-        held_out: frozenset[str],
-    ) -> None:
-        self.case, self.limits, self.others, self.held_out = case, limits, others, held_out
+    case: Case
+    limits: Thresholds
+    others: Sequence[Sequence[int]] | None
+    held_out: frozenset[str]
+
+    def __post_init__(self) -> None:
+        case, limits = self.case, self.limits
         self.tested: list[Fitted] = []
         self.candidates: tuple[str, ...] = ()
         self.floor, self.wild_share, self.flips = limits.floor, limits.wild, limits.flips

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -171,7 +170,7 @@ CUTS: dict[str, list[float]] = {
 def fit_cuts(case: Case, scorer: Scorer) -> Iterator[Fit]:
     """One side renormalises over the tokens that a cut keeps: `logp - log(kept mass)`."""
     ordered = scorer.logits.double().sort(1, descending=True).values
-    table = _Sorted.of((scorer.logits, ordered), scorer.ids)
+    table = _Sorted(scorer, ordered)
     for cause, values in CUTS.items():
         sentence = f"{{side}} is normalised over the tokens that {cause} = {{value:.4g}} keeps"
         rounds = 0 if cause == "top_k" else 3
@@ -185,7 +184,7 @@ def fit_temperature_and_cut(case: Case, scorer: Scorer) -> Iterator[Fit]:
     ordered = scorer.logits.double().sort(1, descending=True).values
 
     def joint(sign: int, p: Tensor, tau: Tensor) -> Tensor:
-        table = _Sorted.of((scorer.logits, ordered), scorer.ids, tau[:, None])
+        table = _Sorted(scorer, ordered, tau[:, None])
         return sign * (table.logp - scorer.logp + table.effect("top_p", p))
 
     cuts = [0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.99]
@@ -214,22 +213,17 @@ def fit_temperature_and_cut(case: Case, scorer: Scorer) -> Iterator[Fit]:
         )
 
 
-@dataclass(frozen=True)
 class _Sorted:
-    """The sorted probabilities at each position, and the log-probability of the sampled token."""
+    """The sorted probabilities at each position, and the log-probability of the sampled token.
+    ordered: the sorted logits, whose order a temperature does not change.
+    """
 
-    cumulative: Tensor
-    logp_sorted: Tensor
-    logp: Tensor
-
-    @classmethod
-    def of(cls, logits: tuple[Tensor, Tensor], ids: Tensor, tau: Tensor | float = 1.0) -> _Sorted:
-        """logits: plain, and sorted; a temperature does not change their order."""
-        plain, ordered = logits
+    def __init__(self, scorer: Scorer, ordered: Tensor, tau: Tensor | float = 1.0) -> None:
         scaled = ordered / tau
         total = scaled.logsumexp(1, keepdim=True)
-        chosen = plain.gather(1, ids[:, None]).double() / tau - total
-        return cls((scaled - total).exp().cumsum(1), scaled - total, chosen[:, 0])
+        chosen = scorer.logits.gather(1, scorer.ids[:, None]).double() / tau - total
+        self.logp, self.logp_sorted = chosen[:, 0], scaled - total
+        self.cumulative = self.logp_sorted.exp().cumsum(1)
 
     def effect(self, cut: str, value: Tensor) -> Tensor:
         """`-log(kept mass)`, or `OUTSIDE` for tokens that the cut removes."""

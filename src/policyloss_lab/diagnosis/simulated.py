@@ -82,12 +82,10 @@ def fit_formats(case: Case, scorer: Scorer) -> Iterator[Fit]:
         del roundings[0]
     axes = matrices(model)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    head_name = next(
-        (n for n, w in model.named_parameters() if w is getattr(head, "weight", None)), ""
-    )
-    kinds = {"": set(axes), ", all but the output head": set(axes) - {head_name}}
+    heads = {n for n, w in model.named_parameters() if w is getattr(head, "weight", None)}
+    kinds = {"": set(axes), ", all but the output head": set(axes) - heads}
     if choosing := routers(model):
-        kinds[", all but output head and routers"] = set(axes) - {head_name} - choosing
+        kinds[", all but output head and routers"] = set(axes) - heads - choosing
     for cause, name, rounding, every in [*roundings, *((*row, False) for row in MATRICES)]:
         for tail, chosen in [("", set(axes))] if every else kinds.items():
 
