@@ -207,7 +207,7 @@ DOCTOR = (
     ),
     (
         "doctor_runs_of_a_table_are_mixed",
-        "policyloss_lab/logs/scalars.py",
+        "policyloss_lab/diagnosis/run_doctor.py",
         "if first not in (None, run):",
         "if False:",
         _READERS + "test_a_table_of_several_runs_is_no_log_of_one",

@@ -126,9 +126,16 @@ def read_log(path: str | Path) -> list[Row]:
     """
     merged: dict[int, Row] = {}
     for file in _log_files(Path(path)):
+        first: str | None = None
         try:
             with open_file(file, limits.LOG_BYTES) as handle:
-                for step, row in rows_of(handle, str(file)):
+                for run, step, row in rows_of(handle, str(file)):
+                    if first not in (None, run):
+                        both = f"{first!r} and {run!r}"
+                        raise InputError(
+                            f"{file}: the table holds the runs {both}; export one run."
+                        )
+                    first = run
                     merged.setdefault(step, {"step": float(step)}).update(row)
                     if len(merged) > limits.LOG_STEPS:
                         most = f"{limits.LOG_STEPS:,} steps"

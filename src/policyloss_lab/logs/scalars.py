@@ -25,8 +25,9 @@ EVERYTHING = 2**62  # bytes
 _CONSOLE = re.compile(r"step:(\d+) - (\S+:\S+)")
 
 
-def rows_of(file: BinaryIO, name: str, budget: int = EVERYTHING) -> Iterator[tuple[int, Row]]:
-    """(step, numbers by name) of each row, in the order of the file; the same step may come again.
+def rows_of(file: BinaryIO, name: str, budget: int = EVERYTHING) -> Iterator[tuple[str, int, Row]]:
+    """(run, step, numbers by name) of each row, in the order of the file; the same step may come
+    again. The run is "" if the file does not name it.
 
     file: open, at its beginning. name: of the file, for errors. A file of more than about `budget`
     bytes is sampled evenly.
@@ -35,7 +36,7 @@ def rows_of(file: BinaryIO, name: str, budget: int = EVERYTHING) -> Iterator[tup
     file.seek(0)
     share = budget / max(1, os.fstat(file.fileno()).st_size)
     if is_tensorboard(head):
-        return events(file, name, share)
+        return (("", step, row) for step, row in events(file, name, share))
     if head.startswith(WANDB_HEAD):
         raise InputError(f"{name} {NOT_READ}")
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
@@ -51,11 +52,11 @@ def rows_of(file: BinaryIO, name: str, budget: int = EVERYTHING) -> Iterator[tup
         return iter(())
     if _CONSOLE.search(head.decode("utf-8", "replace")) or b"," not in head.partition(b"\n")[0]:
         return _console(texts)
-    return _of_one_run(table_rows(texts))
+    return _table_rows(texts, name)
 
 
-def numbered(entries: Iterable[dict[str, Any]]) -> Iterator[tuple[int, Row]]:
-    """(step, numbers) of each entry that has a step; other values are left out."""
+def numbered(entries: Iterable[dict[str, Any]]) -> Iterator[tuple[str, int, Row]]:
+    """("", step, numbers) of each entry that has a step; other values are left out."""
     for entry in entries:
         inner = entry.get("data")  # verl writes {"step": …, "data": {…}}
         flat = {**entry, **inner} if isinstance(inner, dict) else entry
@@ -64,7 +65,7 @@ def numbered(entries: Iterable[dict[str, Any]]) -> Iterator[tuple[int, Row]]:
             row |= {str(k): x for k, v in bad.items() if (x := number_of(v)) is not None}
         step = step_of(row)
         if step is not None:
-            yield step, row
+            yield "", step, row
 
 
 def _history(file: BinaryIO, name: str) -> Iterator[dict[str, Any]]:
@@ -83,7 +84,7 @@ def _history(file: BinaryIO, name: str) -> Iterator[dict[str, Any]]:
             yield entry
 
 
-def _console(lines: Iterable[str]) -> Iterator[tuple[int, Row]]:
+def _console(lines: Iterable[str]) -> Iterator[tuple[str, int, Row]]:
     """Lines such as `step:3 - actor/entropy:0.5 - actor/grad_norm:1.2`, as verl prints them."""
     for line in lines:
         match = _CONSOLE.search(line)
@@ -97,30 +98,20 @@ def _console(lines: Iterable[str]) -> Iterator[tuple[int, Row]]:
                 row[name] = number
         step = step_of({"step": float(match.group(1)[:20])})
         if step is not None:
-            yield step, row
-
-
-def _of_one_run(rows: Iterable[tuple[str, int, Row]]) -> Iterator[tuple[int, Row]]:
-    first: str | None = None
-    for run, step, row in rows:
-        if first not in (None, run):
-            raise InputError(f"the table holds the runs {first!r} and {run!r}; export one run.")
-        first = run
-        yield step, row
+            yield "", step, row
 
 
 _BETWEEN = " - "  # the separator of run and metric
 
 
 def is_table(line: str) -> bool:
-    """Whether a file with the first line `line` is a table that `table_rows` reads."""
+    """Whether a file with the first line `line` is a table that `_table_rows` reads."""
     names = {_name(column.strip('"')).rpartition(_BETWEEN)[2] for column in line.split(",")}
     return not names.isdisjoint(STEPS) or {"Name", "State"} <= names
 
 
-def table_rows(lines: Iterable[str]) -> Iterator[tuple[str, int, Row]]:
-    """(run, step, numbers by metric) of each row of one run or of several. The run is "" if no
-    column names it.
+def _table_rows(lines: Iterable[str], file: str) -> Iterator[tuple[str, int, Row]]:
+    """The rows of one run or of several. The run is "" if no column names it.
 
     A chart of W&B: the x axis, then the columns of one run after the other, named "run - metric",
     "run - metric__MIN" and "run - metric__MAX"; if the x axis is not the step, also "run - _step".
@@ -138,9 +129,11 @@ def table_rows(lines: Iterable[str]) -> Iterator[tuple[str, int, Row]]:
         yield from _below_each_other(reader, run, shared | places)
     except csv.Error as error:
         raise InputError(
-            f"line {reader.line_num} cannot be read as one of a table ({error}); it is not the "
-            "log of a run."
+            f"{file}: line {reader.line_num} cannot be read as one of a table ({error}); it is not "
+            "the log of a run."
         ) from error
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
 
 
 def _name(column: str) -> str:
@@ -195,7 +188,7 @@ def _beside_each_other(
 def _below_each_other(
     rows: Iterable[Sequence[str]], run: str, places: dict[str, int]
 ) -> Iterator[tuple[str, int, Row]]:
-    """The rows of `table_rows` if runs are below each other. run: the name if no column has it."""
+    """The rows of `_table_rows` if runs are below each other. run: the name if no column has it."""
     of_wandb = {"Name", "State"} <= places.keys()
     if of_wandb and places.keys().isdisjoint(STEPS):
         raise InputError(

@@ -7,10 +7,10 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from policyloss.errors import InputError
 from policyloss_lab import limits, reading
@@ -19,7 +19,7 @@ from policyloss_lab.diagnosis.symptoms import Finding
 from policyloss_lab.limits import NOTE_LENGTH, NOTES, cut
 from policyloss_lab.logs.completions import step_in_name, stored_completions, trackio_tables
 from policyloss_lab.logs.names import STEPS, our_names
-from policyloss_lab.logs.scalars import numbered, rows_of, table_rows
+from policyloss_lab.logs.scalars import numbered, rows_of
 from policyloss_lab.logs.trackers import Row, trackio_config, trackio_rows
 from policyloss_lab.reading import Notes
 from policyloss_lab.report import compare
@@ -192,7 +192,12 @@ def _read_numbers(source: Source, paths: int) -> dict[str, Table]:
             if size > budget and source.kind != "state":
                 notes.append(reading.sampled_note(path.name, size, budget))
             try:
-                for run, step, row in _rows(source, file, path, budget):
+                rows = (
+                    numbered(trackio_rows(path, source.run, budget))
+                    if source.kind == "trackio"
+                    else rows_of(file, str(path), budget)
+                )
+                for run, step, row in rows:
                     if run not in tables and len(tables) == limits.RUNS:
                         more = True
                     elif abs(step) < limits.LARGEST_STEP:
@@ -203,22 +208,6 @@ def _read_numbers(source: Source, paths: int) -> dict[str, Table]:
             most = limits.RUNS
             notes.append(f"{path.name} holds more than {most} runs; the others were left out.")
     return tables
-
-
-def _rows(source: Source, file: BinaryIO, path: Path, limit: int) -> Iterator[tuple[str, int, Row]]:
-    """(run, step, numbers) of each row of a file; the run is "" if the file does not name it."""
-    if source.kind == "table":
-        lines = reading.Lines(file, limit, limits.NUMBER_PARTS)
-        try:
-            yield from table_rows(line.decode("utf-8", "replace") for _, line in lines)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
-        return
-    if source.kind == "trackio":
-        rows = numbered(trackio_rows(path, source.run, limit))
-    else:
-        rows = rows_of(file, path.name, limit)
-    yield from (("", step, row) for step, row in rows)
 
 
 _RANGE = ("__MIN", "__MAX")
