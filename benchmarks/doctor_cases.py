@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.doctor_models import LONGEST, PAD, prompts, sentences, with_adapter
-from policyloss_lab.diagnosis.forward import Scorer, altered
+from policyloss_lab.diagnosis.forward import Scorer, alter_weights
 
 SMALL = 8  # rows of the smaller batch
 
@@ -377,7 +377,7 @@ def coarse_routers(model: Any) -> Iterator[None]:
     gates = [m for name, m in model.named_modules() if name.split(".")[-1] in ("gate", "router")]
     hooks = [gate.register_forward_pre_hook(coarse) for gate in gates]
     try:
-        with altered(
+        with alter_weights(
             model, lambda n, w: w.to(torch.float8_e4m3fn).float() if ".gate." in n else None
         ):
             yield

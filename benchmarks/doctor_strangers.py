@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.doctor_cases import FAULTS, Batch, Rollout, Source, batch_of, coarse_routers, score
 from benchmarks.doctor_engine import altered_prompts, settings_of
 from benchmarks.doctor_models import END, LONGEST, PAD, VOCABULARY, prompts, train, trained
-from policyloss_lab.diagnosis.forward import replaced
+from policyloss_lab.diagnosis.forward import replace_attributes
 
 ROWS = 32  # of a rollout; a smaller batch takes the first rows
 STEPS = 150  # of the training of a model
@@ -548,7 +548,7 @@ def _(s: TorchSource, seed: int, rows: int) -> Batch:
         if isinstance(getattr(module, name, None), float)
     ]
     torch.manual_seed(seed)
-    with replaced(rates):
+    with replace_attributes(rates):
         old = score(roll, s.model(), train=True)
     return batch_of(roll, s.model(), ("dropout",), old=old)
 

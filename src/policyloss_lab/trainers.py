@@ -88,7 +88,7 @@ def _replace(attachment: Attachment, owner: Any, name: str, call: Callable[..., 
     attachment.undo.append(lambda: setattr(owner, name, method) if local else delattr(owner, name))
 
 
-def _renamed(batch: Any) -> dict[str, Any]:
+def _rename_columns(batch: Any) -> dict[str, Any]:
     """The columns of a trainer's batch under our names, padded; those it lacks are left out."""
     names = first_names(_NAMES, batch.keys())  # a TensorDict has no plain `in`
     columns = {our: batch[name] for our, name in names.items()}
@@ -98,7 +98,7 @@ def _renamed(batch: Any) -> dict[str, Any]:
     }
 
 
-def _unpadded(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
+def _prompt_ids(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
     """Prompts `[B, P]` as lists of ids."""
     mask = torch.ones_like(ids) if mask is None else mask[:, : ids.shape[1]]
     return [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.bool().cpu(), strict=True)]
@@ -151,13 +151,13 @@ def _hook_trl(attachment: Attachment, trainer: Any) -> None:
 
 
 def _trl_rows(inputs: Mapping[str, Any], scores: Sequence[Any]) -> list[Row]:
-    batch = _renamed(inputs)
+    batch = _rename_columns(inputs)
     if scores:
         batch["logp"] = scores[0][0]
         batch.setdefault("old_logp", batch["logp"])  # as in TRL's loss
     if "tool_mask" in inputs:
         batch["mask"] = batch["mask"] * inputs["tool_mask"]
-    batch["prompts"] = _unpadded(inputs["prompt_ids"], inputs["prompt_mask"])
+    batch["prompts"] = _prompt_ids(inputs["prompt_ids"], inputs["prompt_mask"])
     return split_rows(batch)
 
 
@@ -176,14 +176,14 @@ def _hook_verl_driver(attachment: Attachment, trainer: Any) -> None:
 
 def _verl_metrics(data: Any, result: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics of an update with the mean reward, which verl logs elsewhere."""
-    metrics, rewards = result["metrics"], _renamed(data).get("rewards")
+    metrics, rewards = result["metrics"], _rename_columns(data).get("rewards")
     return dict(metrics) if rewards is None else {**metrics, "reward/mean": rewards.sum(-1).mean()}
 
 
 def _verl_rows(data: Any) -> list[Row]:
-    batch = _renamed(data)
+    batch = _rename_columns(data)
     mask = data["attention_mask"] if "attention_mask" in set(data.keys()) else None
-    return split_rows({**batch, "prompts": _unpadded(batch["prompts"], mask)})
+    return split_rows({**batch, "prompts": _prompt_ids(batch["prompts"], mask)})
 
 
 def _around(
@@ -212,7 +212,7 @@ def _hook_openrlhf(attachment: Attachment, trainer: Any) -> None:
 
     def one(item: Mapping[str, Any]) -> list[Row]:
         """The completion of an `Experience`: `[T]` tensors, of which `sequences` begins earlier."""
-        batch = _renamed({name: x for name, x in item.items() if x is not None})
+        batch = _rename_columns({name: x for name, x in item.items() if x is not None})
         batch = {name: x if name == "prompts" else x[None] for name, x in batch.items()}
         batch["ids"] = item["sequences"][None, -batch["mask"].shape[1] :]
         return split_rows({**batch, "prompts": batch["prompts"] or [""]})

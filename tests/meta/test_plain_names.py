@@ -1,9 +1,10 @@
-"""Names in the core that describe a thing, and prose that fits on a line."""
+"""Names that describe a thing, and prose that fits on a line."""
 
 from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,7 +75,21 @@ def test_docstrings_and_comments_fit_on_a_line(path: Path) -> None:
     assert [(i, line) for i, line in lines if len(line) > WIDTH] == []
 
 
-def test_both_checks_can_fail() -> None:
+def participles(tree: ast.Module) -> list[str]:
+    """The functions of a module whose name is one word in -ed: it hides the result."""
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [name for name in names if re.fullmatch("_*[a-z]+ed", name)]
+
+
+def test_no_function_is_a_bare_participle() -> None:
+    """A pure function in `functional` is named for its result; `unfused` is a public context."""
+    paths = [path for path in PACKAGE.parent.rglob("*.py") if path.parent.name != "functional"]
+    found = {name for path in paths for name in participles(ast.parse(path.read_text()))}
+    assert len(paths) > 200
+    assert found == {"unfused"}
+
+
+def test_the_checks_can_fail() -> None:
     vague = "def f(own, *, kept):\n    found, x.held = 1, 2\n    def told(): ...\n"
     assert {name for _, name in bound_names(ast.parse(vague))} == {
         "f",
@@ -92,3 +107,4 @@ def test_both_checks_can_fail() -> None:
         '"""',
         "# three",
     ]
+    assert participles(ast.parse("def _asked(): ...\ndef asked_for(): ...\n")) == ["_asked"]

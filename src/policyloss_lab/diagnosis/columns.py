@@ -29,13 +29,13 @@ def fit_shift(case: Case) -> Iterator[Fit]:
         yield Fit(
             "shift",
             f"rollout_logp stands 1 place {later} than the tokens it belongs to",
-            source=_shifted(case.pairs, lag),
+            source=_index_at_lag(case.pairs, lag),
             freedom=1,
             details={"lag": lag},
         )
 
 
-def _shifted(pairs: Pairs, lag: int) -> Tensor:
+def _index_at_lag(pairs: Pairs, lag: int) -> Tensor:
     """The index of the token `lag` columns further in the same row, or −1."""
     index = (torch.arange(pairs.size) + lag).clamp(0, pairs.size - 1)
     there = (pairs.row[index] == pairs.row) & (pairs.column[index] == pairs.column + lag)
@@ -92,7 +92,7 @@ def fit_other_tokens(case: Case) -> Iterator[Fit]:
     count = min(starts.numel() - 1, ROWS)
     end = int(starts[count])
     cost = _cost(pairs.difference)
-    sources = {lag: _shifted(pairs, lag) for lag in LAGS}
+    sources = {lag: _index_at_lag(pairs, lag) for lag in LAGS}
     lagged = {
         lag: torch.where(
             source >= 0, _cost(pairs.rollout[source.clamp(min=0)] - pairs.trainer), cost.mean()

@@ -234,10 +234,10 @@ def diagnose(
         loud = loud_rows(case, search.floor)
         if LEAST_TOKENS <= int(loud.sum()) < pairs.size and search.is_quiet(case.select(~loud)):
             rows, named = loud, search.causes(case.select(loud))
-    if not named and (fit := _removed(search)) is not None:  # step 5
+    if not named and (fit := _fit_removed_tokens(search)) is not None:  # step 5
         rows, named = everywhere, [Fitted(fit, Misfit(0.0, 0.0))]
     if named:
-        return _named(search, named, rows)
+        return _verdict_of_fit(search, named, rows)
     places = find_places(case, search.floor)
     if [place.tag for place in places] == ["few_tokens"]:  # scattered, as where a router flips
         search.wild_share = max(search.wild_share, search.flips)
@@ -260,7 +260,7 @@ def _equal(search: Search) -> Diagnosis:
     return replace(_verdict(search, ("healthy",), [equal]), remedy=remedy)
 
 
-def _removed(search: Search) -> Fit | None:
+def _fit_removed_tokens(search: Search) -> Fit | None:
     """Step 5 of `diagnose`: likely tokens gain, too, by no fixed factor and not to a constant."""
     pairs = search.case.pairs
     d = pairs.difference
@@ -291,7 +291,7 @@ def _removed(search: Search) -> Fit | None:
     return Fit("support", sentence, prediction, details={"side": side})
 
 
-def _named(search: Search, named: Sequence[Fitted], rows: Tensor) -> Diagnosis:
+def _verdict_of_fit(search: Search, named: Sequence[Fitted], rows: Tensor) -> Diagnosis:
     """The verdict of steps 2 to 5. rows: a flag for each token of the rows that they explain."""
     case = search.case
     numbers, count = torch.unique(case.pairs.row[rows]), case.pairs.starts.numel() - 1

@@ -115,8 +115,10 @@ def compare_distributions(
     and the largest difference of hidden states that count as healthy.
     """
     bounds = thresholds or DistributionThresholds()
-    rollout, old = (_checked(name, x) for name, x in zip(SIDES, (rollout, old), strict=True))
-    r, o, known, top = _matched(rollout, old)
+    rollout, old = (
+        _check_distribution(name, x) for name, x in zip(SIDES, (rollout, old), strict=True)
+    )
+    r, o, known, top = _match_tokens(rollout, old)
     if len(r) == 0:
         raise InputError("rollout and old have no positions; pass at least one.")
     best = (rollout.logp if isinstance(rollout, TopK) else rollout).amax(1)
@@ -145,7 +147,7 @@ def compare_distributions(
     )
 
 
-def _checked(name: str, x: Tensor | TopK) -> Tensor | TopK:
+def _check_distribution(name: str, x: Tensor | TopK) -> Tensor | TopK:
     """`x` as float64 `[N, V]`, or as a TopK of `[N, K]`; an error if it is not normalised."""
     ids = x.ids.cpu().flatten(0, -2) if isinstance(x, TopK) else None
     logp = x.logp if isinstance(x, TopK) else x
@@ -163,7 +165,7 @@ def _checked(name: str, x: Tensor | TopK) -> Tensor | TopK:
     return logp if ids is None else TopK(ids, logp)
 
 
-def _matched(
+def _match_tokens(
     rollout: Tensor | TopK, old: Tensor | TopK
 ) -> tuple[Tensor, Tensor, Tensor, int | None]:
     """The log-probabilities of both sides for the same tokens, in the trainer's order, which of
@@ -245,7 +247,7 @@ def read_distributions(path: Path) -> dict[str, Any]:
     `rollout_hidden.NAME` and `old_hidden.NAME` `[N, D]`, in the natural order of their names. A
     line of a .jsonl file is one position.
     """
-    columns = read_safetensors(path) if path.suffix == ".safetensors" else _stacked(path)
+    columns = read_safetensors(path) if path.suffix == ".safetensors" else _stack_layers(path)
     arguments: dict[str, Any] = {}
     for side in SIDES:
         if f"{side}_all_logp" in columns:
@@ -259,17 +261,17 @@ def read_distributions(path: Path) -> dict[str, Any]:
                 f"{side}_top_logp; it has {', '.join(columns)}."
             )
         prefix = f"{side}_hidden."
-        layers = sorted((name for name in columns if name.startswith(prefix)), key=_numbered)
+        layers = sorted((name for name in columns if name.startswith(prefix)), key=_number_key)
         arguments[f"{side}_hidden"] = {name.removeprefix(prefix): columns[name] for name in layers}
     return arguments
 
 
-def _numbered(name: str) -> list[str | int]:
+def _number_key(name: str) -> list[str | int]:
     """A key by which "layers.2" comes before "layers.10"."""
     return [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", name)]
 
 
-def _stacked(path: Path) -> dict[str, Tensor]:
+def _stack_layers(path: Path) -> dict[str, Tensor]:
     rows = read_rows(path)
     try:
         return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}

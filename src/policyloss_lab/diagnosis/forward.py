@@ -113,7 +113,7 @@ class Scorer:
         try:
             for batch in _batches([len(row) for row in rows], self.scored[:, 0]):
                 width = longest if padding == "left" else max(len(rows[i]) for i in batch)
-                ids, mask, position = _padded([rows[i] for i in batch], width, padding, device)
+                ids, mask, position = _pad_rows([rows[i] for i in batch], width, padding, device)
                 arguments: dict[str, Any] = {"attention_mask": mask, "position_ids": position}
                 if attend_padding:
                     del arguments["attention_mask"]
@@ -146,7 +146,7 @@ def _batches(lengths: list[int], row_of_token: Tensor) -> Iterator[list[int]]:
         yield batch
 
 
-def _padded(
+def _pad_rows(
     rows: list[list[int]], width: int, side: str, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Token ids, attention mask and positions, `[B, T]` each."""
@@ -180,7 +180,7 @@ def _changing_cache(change: Callable[[Tensor], Tensor]) -> Any:
 
 
 @contextmanager
-def replaced(owners: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+def replace_attributes(owners: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     """Some attributes replaced: (object, name, value) of each."""
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in owners]
     try:
@@ -193,7 +193,9 @@ def replaced(owners: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 @contextmanager
-def altered(model: nn.Module, change: Callable[[str, Tensor], Tensor | None]) -> Iterator[None]:
+def alter_weights(
+    model: nn.Module, change: Callable[[str, Tensor], Tensor | None]
+) -> Iterator[None]:
     """The model with some weights replaced: `change(name, weight)` returns them, or None."""
     kept: list[tuple[Tensor, Tensor]] = []
     try:

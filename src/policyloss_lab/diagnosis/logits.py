@@ -23,7 +23,7 @@ NEARLY_1 = 0.05  # the logarithm of a temperature that is as good as 1
 SIGNS = 0.95  # the least share of likely tokens that move as a temperature moves them
 
 
-def refined(
+def refine_values(
     values: Sequence[float],
     predict: Callable[[Tensor], Tensor],
     case: Case,
@@ -72,7 +72,7 @@ def fit_number(
     side's log-probabilities. sentence: contains "{side}" and "{value}". show: of the value.
     """
     for side, sign in case.sides:
-        (best,), prediction = refined(values, lambda v: sign * effect(v), case, rounds=rounds)  # noqa: B023
+        (best,), prediction = refine_values(values, lambda v: sign * effect(v), case, rounds=rounds)  # noqa: B023
         value = show(float(best))
         details = {name: value, "side": side}
         text = sentence.format(side=side, value=value)
@@ -95,7 +95,7 @@ def fit_temperature(case: Case) -> Iterator[Fit]:
             continue
         for what, groups in _groups(case):
             predict = partial(_exact_temperature, case.scorer, sign)
-            taus, prediction = refined(TEMPERATURES, predict, case, groups)
+            taus, prediction = refine_values(TEMPERATURES, predict, case, groups)
             low, high = float(taus.min()), float(taus.max())
             tail = f"temperatures from {low:.3g} to {high:.3g}, one for {what}"
             tail = f"a temperature of {low:.3g}" if groups is None else tail
@@ -130,7 +130,9 @@ def _temperature_from_pairs(case: Case, side: str, sign: int) -> Iterator[Fit]:
     sound = (pairs.trainer if sign > 0 else pairs.rollout).clamp(max=0.0)  # noise may lift it
     fits = []
     for k in BRANCHES:
-        (tau,), prediction = refined(TEMPERATURES, partial(_guess, sound, sign, k), case, rounds=2)
+        (tau,), prediction = refine_values(
+            TEMPERATURES, partial(_guess, sound, sign, k), case, rounds=2
+        )
         left = misfit(pairs.difference - prediction, pairs.shape, 2).scale
         fits.append((left, tau, k, prediction))
     _, tau, k, prediction = min(fits, key=lambda fit: fit[0])
@@ -192,16 +194,16 @@ def fit_temperature_and_cut(case: Case, scorer: Scorer) -> Iterator[Fit]:
         starts = []
         for tau in geometric(0.4, 2.0, 25):
             at = partial(joint, sign, tau=torch.full((size,), tau).double())
-            (p,), prediction = refined(cuts, at, case, rounds=0)
+            (p,), prediction = refine_values(cuts, at, case, rounds=0)
             starts.append((misfit(case.pairs.difference - prediction, case.pairs.shape, 2), tau, p))
         _, tau, p = min(starts, key=lambda start: start[0].scale)
         for _ in range(2):
             at = partial(joint, sign, p.expand(size))
-            (t,), _ = refined([tau * 0.95, tau, tau * 1.05], at, case, rounds=2)
+            (t,), _ = refine_values([tau * 0.95, tau, tau * 1.05], at, case, rounds=2)
             tau = float(t)
             at = partial(joint, sign, tau=t.expand(size))
             near = [max(float(p) - 0.05, 0.02), float(p), min(float(p) + 0.03, 0.999)]
-            (p,), prediction = refined(near, at, case, rounds=2)
+            (p,), prediction = refine_values(near, at, case, rounds=2)
         if abs(math.log(tau)) < NEARLY_1:
             continue  # then it is a cut alone
         yield Fit(

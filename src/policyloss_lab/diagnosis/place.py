@@ -74,7 +74,7 @@ def loud_rows(case: Case, floor: float) -> Tensor:
     return flags if gain > GAIN and ratio > 2 * LOUDER else none
 
 
-def repeated(case: Case) -> Tensor | None:
+def is_repeated(case: Case) -> Tensor | None:
     """A flag for each token that occurs before it in its row or prompt; None without ids."""
     if case.pairs.ids is None:
         return None
@@ -177,7 +177,7 @@ def _classes(case: Case) -> list[Place]:
         "start": (pairs.rank < early, f"in the first {early} tokens of responses", PROMPT_NEXT),
         "late": (pairs.rank >= half, f"after the first {half} tokens of responses", LATE_NEXT),
     }
-    if (again := repeated(case)) is not None:
+    if (again := is_repeated(case)) is not None:
         classes["repeated"] = (again, "at tokens that occurred before", PENALTY_NEXT)
     splits = {tag: split(case, flags) for tag, (flags, _, _) in classes.items()}
     if pairs.ids is not None:

@@ -34,7 +34,7 @@ def read_tokens(path: str | Path) -> dict[str, Any]:
         return {
             argument: tensors[name] for argument, name in columns.items() if argument != "prompts"
         }
-    return _padded(read_rows(file), file)
+    return _pad_rows(read_rows(file), file)
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:
@@ -76,7 +76,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _padded(rows: list[dict[str, Any]], file: Path) -> dict[str, Any]:
+def _pad_rows(rows: list[dict[str, Any]], file: Path) -> dict[str, Any]:
     """Rows of different lengths as tensors `[B, T]` under the names of `lab.doctor`."""
     columns = columns_of(rows[0])
     prompts = columns.pop("prompts", None)

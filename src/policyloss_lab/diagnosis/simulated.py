@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policyloss_lab.diagnosis.forward import Scorer, altered, replaced, routers
+from policyloss_lab.diagnosis.forward import Scorer, alter_weights, replace_attributes, routers
 from policyloss_lab.diagnosis.hypothesis import Case, Fit
 
 FP8_MAX = 448.0  # of float8_e4m3fn
@@ -94,7 +94,9 @@ def fit_formats(case: Case, scorer: Scorer) -> Iterator[Fit]:
                     return None
                 return rounding(w, axes.get(key, -1))  # noqa: B023
 
-            effect = scorer.effect(name + tail, partial(_within, scorer, altered(model, change)))
+            effect = scorer.effect(
+                name + tail, partial(_within, scorer, alter_weights(model, change))
+            )
             sentence = f"the weights behind {{side}} are rounded to {name}{tail}"
             yield from case.fit_sides(
                 cause, sentence, effect, {"rounding": name}, freedom=1 - every, share="fixed"
@@ -150,14 +152,14 @@ def _configurations(scorer: Scorer) -> Iterator[tuple[str, str, Callable[[], Ten
     powers = {b: _power(rotary[0].inv_freq, b) for b in BASES} if rotary else {}
     for base, power in powers.items():
         if abs(power - 1) > 1e-3:
-            change = replaced([(m, "inv_freq", m.inv_freq**power) for m in rotary])
+            change = replace_attributes([(m, "inv_freq", m.inv_freq**power) for m in rotary])
             yield "rope", f"a RoPE base of {base:g}", partial(_within, scorer, change)
     for factor in STRETCHES if rotary else ():
-        change = replaced([(m, "inv_freq", m.inv_freq / factor) for m in rotary])
+        change = replace_attributes([(m, "inv_freq", m.inv_freq / factor) for m in rotary])
         yield "rope", f"RoPE positions divided by {factor:g}", partial(_within, scorer, change)
     scaled = [m for m in modules if isinstance(getattr(m, "scaling", None), float)]
     for factor in (*SCALES, 1 / scaled[0].scaling, scaled[0].scaling) if scaled else ():
-        change = replaced([(m, "scaling", m.scaling * factor) for m in scaled])
+        change = replace_attributes([(m, "scaling", m.scaling * factor) for m in scaled])
         what = f"attention scores times {factor:.3g}"
         yield "attention_scale", what, partial(_within, scorer, change)
     longest = max(len(p) + len(c) for p, c in zip(scorer.prompts, scorer.completions, strict=True))
@@ -195,7 +197,7 @@ def fit_adapter(case: Case, scorer: Scorer) -> Iterator[Fit]:
 
     def merged() -> Tensor:
         merged_model = copy.deepcopy(model).merge_and_unload()
-        with altered(merged_model, lambda name, w: w.bfloat16().to(w.dtype)):
+        with alter_weights(merged_model, lambda name, w: w.bfloat16().to(w.dtype)):
             return scorer.with_model(merged_model).forward()
 
     without = partial(_within, scorer, model.disable_adapter())

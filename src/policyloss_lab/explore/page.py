@@ -77,7 +77,7 @@ def page_data(losses: Sequence[LossSpec | str] = FIRST) -> dict[str, Any]:
         "nodes": nodes.table,
         "variants": nodes.variants,
         "presets": {name: _preset(name) for name in PRESETS},
-        "elsewhere": [_named(entry) for entry in ELSEWHERE],
+        "elsewhere": [_entry_data(entry) for entry in ELSEWHERE],
         "vocabulary": VOCABULARY,
         "default": LossSpec().to_dict(),
         "entropy_coef": {"name": "entropy_coef", "kind": "number", "optional": False}
@@ -185,7 +185,7 @@ def _preset(name: str) -> dict[str, Any]:
     }
 
 
-def _named(entry: FrameworkNames) -> dict[str, Any]:
+def _entry_data(entry: FrameworkNames) -> dict[str, Any]:
     names = {who: called for whose, called in entry.names.items() for who in whose.split(", ")}
     return {"part": entry.part, "what": entry.what, "needs": entry.needs.split(), "names": names}
 

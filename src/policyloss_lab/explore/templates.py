@@ -168,10 +168,10 @@ def _open(x: Expression, part: type) -> Expression:
         if field.kind == "clamp":
             low, high = _CLAMP
             parameters |= {low: name(f"${field.name}.low"), high: name(f"${field.name}.high")}
-    return _replaced(x, parameters)
+    return _replace_parameters(x, parameters)
 
 
-def _replaced(x: Expression, parameters: dict[float, Expression]) -> Expression:
+def _replace_parameters(x: Expression, parameters: dict[float, Expression]) -> Expression:
     def change(node: Expression) -> Expression | None:
         if node.operator != "number":
             return None
@@ -257,7 +257,7 @@ def _token_losses() -> Iterator[tuple[str, Lines]]:
         )
         lines = _trees(lines_by_slot(spec)["loss"][0][:-1])
         key = f"{int(weighs)},{int(rejects)},{count},{int(bonus)}"
-        yield key, [(label, _replaced(x, parameters)) for label, x in lines]
+        yield key, [(label, _replace_parameters(x, parameters)) for label, x in lines]
 
 
 def _trees(lines: list[FormulaLine]) -> Lines:

@@ -43,11 +43,11 @@ def rows_of(file: BinaryIO, name: str, budget: int = EVERYTHING) -> Iterator[tup
     # One JSON object over many lines.
     document = b'"log_history"' in head or head.lstrip().partition(b"\n")[0].rstrip() == b"{"
     if start == b"{" and (name.endswith("trainer_state.json") or document):
-        return numbered(_history(file, name))
+        return entries_with_step(_history(file, name))
     lines = (line for _, line in Lines(file, budget, limits.NUMBER_PARTS))
     texts = (line.decode("utf-8", "replace") for line in lines)
     if start == b"{":
-        return numbered(row for text in texts if (row := parse_object(text)) is not None)
+        return entries_with_step(row for text in texts if (row := parse_object(text)) is not None)
     if b"\x00" in head:
         return iter(())
     if _CONSOLE.search(head.decode("utf-8", "replace")) or b"," not in head.partition(b"\n")[0]:
@@ -55,7 +55,7 @@ def rows_of(file: BinaryIO, name: str, budget: int = EVERYTHING) -> Iterator[tup
     return _table_rows(texts, name)
 
 
-def numbered(entries: Iterable[dict[str, Any]]) -> Iterator[tuple[str, int, Row]]:
+def entries_with_step(entries: Iterable[dict[str, Any]]) -> Iterator[tuple[str, int, Row]]:
     """("", step, numbers) of each entry that has a step; other values are left out."""
     for entry in entries:
         inner = entry.get("data")  # verl writes {"step": …, "data": {…}}

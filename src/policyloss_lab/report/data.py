@@ -19,7 +19,7 @@ from policyloss_lab.diagnosis.symptoms import Finding
 from policyloss_lab.limits import NOTE_LENGTH, NOTES, cut
 from policyloss_lab.logs.completions import step_in_name, stored_completions, trackio_tables
 from policyloss_lab.logs.names import STEPS, our_names
-from policyloss_lab.logs.scalars import numbered, rows_of
+from policyloss_lab.logs.scalars import entries_with_step, rows_of
 from policyloss_lab.logs.trackers import Row, trackio_config, trackio_rows
 from policyloss_lab.reading import Notes
 from policyloss_lab.report import compare
@@ -89,7 +89,7 @@ def _run(source: Source, label: str, runs: int) -> dict[str, Any]:
         "ratio_histogram": table.histograms.data(notes),
         "rollouts": rollouts,
         "answers": source.answers,
-        "notes": _bounded(notes + table.nonfinite_notes()),
+        "notes": _bound_notes(notes + table.nonfinite_notes()),
         "verdict": verdict_of(sampled, summary),
         "levels": {name: course.change() for name, course in courses_of(sampled).items()},
         "health": source.findings + symptoms,
@@ -97,7 +97,7 @@ def _run(source: Source, label: str, runs: int) -> dict[str, Any]:
     }
 
 
-def _bounded(notes: Notes) -> Notes:
+def _bound_notes(notes: Notes) -> Notes:
     more = [f"There are {len(notes) - NOTES} more notes like these."] if len(notes) > NOTES else []
     return [cut(note, NOTE_LENGTH) for note in notes[:NOTES]] + more
 
@@ -105,9 +105,9 @@ def _bounded(notes: Notes) -> Notes:
 def _summary(source: Source) -> dict[str, Any]:
     config, table = source.config, source.table
     return {
-        "model": _named(config.get("model")),
-        "task": _named(config.get("task")),
-        "engine": _named(config.get("rollout")),
+        "model": _name_of(config.get("model")),
+        "task": _name_of(config.get("task")),
+        "engine": _name_of(config.get("rollout")),
         "steps": source.steps,
         "planned_steps": source.planned,
         "state": _state(source.path, source.steps, source.planned),
@@ -119,7 +119,7 @@ def _summary(source: Source) -> dict[str, Any]:
     }
 
 
-def _named(value: Any) -> str | None:
+def _name_of(value: Any) -> str | None:
     """The name of a model or task in a config, where it is a text or an object."""
     if isinstance(value, Mapping):
         value = value.get("name") or value.get("path")
@@ -193,7 +193,7 @@ def _read_numbers(source: Source, paths: int) -> dict[str, Table]:
                 notes.append(reading.sampled_note(path.name, size, budget))
             try:
                 rows = (
-                    numbered(trackio_rows(path, source.run, budget))
+                    entries_with_step(trackio_rows(path, source.run, budget))
                     if source.kind == "trackio"
                     else rows_of(file, str(path), budget)
                 )
@@ -290,7 +290,7 @@ def _read_foreign(source: Source, runs: int) -> None:
     source.format = KINDS.get(source.kind) or f"completions only: {source.completions[0].name}"
     source.steps = max([0, *source.table.trained[-1:].tolist()])
     if source.kind == "state":
-        source.planned = _planned(source.numbers[0])
+        source.planned = _planned_steps(source.numbers[0])
     if source.kind == "trackio":
         file = source.numbers[0]
         source.config = reading.strict(trackio_config(file, source.run), file.name, source.notes)
@@ -320,7 +320,7 @@ def _completions(source: Source, runs: int) -> list[dict[str, Any]]:
                 tables = trackio_tables(source.numbers[0], source.run, budget, rewards)
                 out.writelines(_line(row) for row in tables)
             for path in chosen:
-                lines = _spooled(path, budget // max(1, len(chosen)), rewards, notes)
+                lines = _spool_rows(path, budget // max(1, len(chosen)), rewards, notes)
                 # TRL stores the completions of a batch again at each step of that batch.
                 texts = [line.partition(",")[2] for line in lines]
                 if texts != before or path.suffix == ".jsonl":
@@ -332,7 +332,7 @@ def _completions(source: Source, runs: int) -> list[dict[str, Any]]:
         return read_rollouts(spool, notes, tokens, 2 * budget)
 
 
-def _spooled(path: Path, budget: int, rewards: list[str], notes: list[str]) -> list[str]:
+def _spool_rows(path: Path, budget: int, rewards: list[str], notes: list[str]) -> list[str]:
     """The rows of one file as JSON lines; [] and a note if it cannot be read."""
     with reading.open_noted(path, notes) as file:
         try:
@@ -353,7 +353,7 @@ def _line(row: dict[str, Any]) -> str:
     return json.dumps(short, default=str) + "\n"
 
 
-def _planned(path: Path) -> int | None:
+def _planned_steps(path: Path) -> int | None:
     """The planned number of steps in a trainer_state.json."""
     with reading.open_noted(path, []) as file:
         head = file.read(limits.MIB)

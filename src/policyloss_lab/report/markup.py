@@ -13,7 +13,7 @@ from typing import Any
 from policyloss.errors import visible
 
 
-def escaped(value: Any) -> str:
+def escape(value: Any) -> str:
     """`value` as HTML text, also for a quoted attribute; invisible characters become numbers."""
     return html.escape(visible(str(value)), quote=True)
 
@@ -45,7 +45,7 @@ def duration(seconds: float | int | None) -> str:
     return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"
 
 
-def listed(names: Sequence[str]) -> str:
+def in_sentence(names: Sequence[str]) -> str:
     """Names in a sentence: "a, b and c", or the first five and the number of others."""
     if len(names) > 6:
         return f"{', '.join(names[:5])} and {number(len(names) - 5)} more"

@@ -15,7 +15,7 @@ from policyloss.output import check_output, write_output
 from policyloss_lab import limits
 from policyloss_lab.report import sections
 from policyloss_lab.report.data import collect
-from policyloss_lab.report.markup import asset, document, escaped, listed
+from policyloss_lab.report.markup import asset, document, escape, in_sentence
 from policyloss_lab.report.panels import OTHER
 from policyloss_lab.report.sources import split_run
 from policyloss_lab.report.view import view
@@ -63,7 +63,7 @@ The charts and the token view are drawn by a script in this file, which is switc
 </p></noscript>
 {asset("report/toolbar.html")}<main>{"".join(parts)}</main>\
 <div id="tip" role="status" hidden></div>"""
-    return document(f"{escaped(labels)} · training report", body, shown, ASSETS, live)
+    return document(f"{escape(labels)} · training report", body, shown, ASSETS, live)
 
 
 def _section(name: str, title: str, body: str) -> str:
@@ -76,7 +76,7 @@ def _charts(panels: list[dict[str, Any]]) -> dict[str, str]:
     figures: dict[str, list[str]] = {}
     for i, panel in enumerate(panels):
         figures.setdefault(panel["section"], []).append(
-            _figure(i, *(escaped(panel[name]) for name in ("title", "hint", "judge")))
+            _figure(i, *(escape(panel[name]) for name in ("title", "hint", "judge")))
         )
     grids = {name: f'<div class="grid">{"".join(inside)}</div>' for name, inside in figures.items()}
     sections = {x: _section(x.lower(), x, grid) for x, grid in grids.items() if x != OTHER}
@@ -152,8 +152,8 @@ class InlineReport:
 
     def __repr__(self) -> str:
         return (
-            f"the report of {listed(self.names)}; a notebook draws it, and `policyloss report` "
-            "writes it to a file"
+            f"the report of {in_sentence(self.names)}; a notebook draws it, and "
+            "`policyloss report` writes it to a file"
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from policyloss_lab.report.compare import flat, group_equal
-from policyloss_lab.report.markup import duration, escaped, listed, number
+from policyloss_lab.report.markup import duration, escape, in_sentence, number
 from policyloss_lab.report.verdict import WORDS
 
 _STATES = {"running": "still running", "stopped": "stopped early", "unknown": ""}
@@ -28,7 +28,7 @@ def swatch(index: int) -> str:
 
 def _run(index: int, run: Mapping[str, Any]) -> str:
     """The mark and the label of a run."""
-    return f"{swatch(index)}<bdi>{escaped(run['label'])}</bdi>"
+    return f"{swatch(index)}<bdi>{escape(run['label'])}</bdi>"
 
 
 def _table(kind: str, head: str, rows: Iterable[str]) -> str:
@@ -39,15 +39,15 @@ def verdict(data: Mapping[str, Any]) -> str:
     """Whether the runs learn: one sentence, and one for each setting if there are several runs."""
     runs, groups = data["runs"], data["groups"]
     if len(runs) == 1:
-        title = _judged(runs[0]["verdict"]["state"], runs[0]["verdict"]["sentence"])
+        title = _state_line(runs[0]["verdict"]["state"], runs[0]["verdict"]["sentence"])
         return f'<div id="verdict">{title}</div>'
     states = [run["verdict"]["state"] for run in runs]
     worst = next(state for state in ("worse", "flat", *WORDS) if state in states)
-    total = _counted(states, " runs")
+    total = _count_line(states, " runs")
     lines = [f"<li>{_group_verdict(runs, group)}" for group in groups]
     lines += [
-        f"<li>{escaped(listed([runs[i]['label'] for i in same]))} coincide: every metric is the "
-        "same at every step, so their lines lie on each other."
+        f"<li>{escape(in_sentence([runs[i]['label'] for i in same]))} coincide: every metric is "
+        "the same at every step, so their lines lie on each other."
         for same in data["identical"]
     ]
     more = (
@@ -56,33 +56,33 @@ def verdict(data: Mapping[str, Any]) -> str:
         if len(lines) > _VERDICTS
         else ""
     )
-    title = _judged(worst, f"{total[0].upper()}{total[1:]}.")
+    title = _state_line(worst, f"{total[0].upper()}{total[1:]}.")
     return f'<div id="verdict">{title}<ul>{"".join(lines[:_VERDICTS])}</ul>{more}</div>'
 
 
-def _judged(state: str, text: str) -> str:
+def _state_line(state: str, text: str) -> str:
     mark = f'<i aria-hidden="true">{_MARKS[state]}</i>'
-    return f'<p class="verdict {state}">{mark}{escaped(text)}</p>'
+    return f'<p class="verdict {state}">{mark}{escape(text)}</p>'
 
 
-def _counted(states: Sequence[str], unit: str = "") -> str:
+def _count_line(states: Sequence[str], unit: str = "") -> str:
     counts = {WORDS[state].lower(): states.count(state) for state in WORDS if state in states}
     return "; ".join(f"{word}: {n} of {len(states)}{unit}" for word, n in counts.items())
 
 
 def _group_verdict(runs: Sequence[Mapping[str, Any]], group: Mapping[str, Any]) -> str:
     """The verdict on a run, or on all seeds of one setting."""
-    name = f"{swatch(group['runs'][0])}<b><bdi>{escaped(group['label'])}</bdi></b>"
+    name = f"{swatch(group['runs'][0])}<b><bdi>{escape(group['label'])}</bdi></b>"
     inside = [runs[i]["verdict"] for i in group["runs"]]
     if len(inside) == 1:
-        return f"{name}: {escaped(inside[0]['sentence'])}"
-    text = _counted([verdict["state"] for verdict in inside])
+        return f"{name}: {escape(inside[0]['sentence'])}"
+    text = _count_line([verdict["state"] for verdict in inside])
     if end := group["end"]:
         share = end["metric"] == "held_out"
         what = "Held-out accuracy" if share else "Reward"
         mean, low, high = (_amount(end[key], share=share) for key in ("mean", "low", "high"))
         text += f". {what} at the end: {mean} on average, from {low} to {high}"
-    return f"{name}: {escaped(text)}."
+    return f"{name}: {escape(text)}."
 
 
 def overview(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -91,7 +91,7 @@ def overview(runs: Sequence[Mapping[str, Any]]) -> str:
     known = [name for name in table[0] if any(cells[name] not in _UNKNOWN for cells in table)]
     head = "".join(f"<th scope=col>{name}" for name in ("Run", *known))
     rows = (
-        f'<tr><th scope=row title="{escaped(run["path"])}">{_run(i, run)}'
+        f'<tr><th scope=row title="{escape(run["path"])}">{_run(i, run)}'
         + "".join(f'<td data-name="{name}">{cells[name]}' for name in known)
         for i, (run, cells) in enumerate(zip(runs, table, strict=True))
     )
@@ -111,9 +111,9 @@ def _overview_cells(run: Mapping[str, Any]) -> dict[str, str]:
     return {
         "Verdict": f'<span class="verdict {verdict}"><i aria-hidden="true">{_MARKS[verdict]}</i>'
         f"{WORDS[verdict].lower()}</span>",
-        "Loss": f"<b>{escaped(run['loss']['name'])}</b>",
-        "Model": escaped(s["model"] or "–"),
-        "Task": escaped(s["task"] or "–"),
+        "Loss": f"<b>{escape(run['loss']['name'])}</b>",
+        "Model": escape(s["model"] or "–"),
+        "Task": escape(s["task"] or "–"),
         "Held-out accuracy": _change(shown["held_out"], share=True),
         "Reward": _change(shown["reward"]),
         "Steps": f'<span>{steps} <span class="state {s["state"]}">{state}</span></span>',
@@ -144,7 +144,7 @@ def notes(runs: Sequence[Mapping[str, Any]]) -> str:
     if not items:
         return ""
     lines = "".join(
-        f"<li>{''.join(map(swatch, at[:_SWATCHES]))}<bdi>{escaped(names)}</bdi>: {escaped(note)}"
+        f"<li>{''.join(map(swatch, at[:_SWATCHES]))}<bdi>{escape(names)}</bdi>: {escape(note)}"
         for note, (names, at) in items.items()
     )
     opened = " open" if len(items) < 6 else ""
@@ -160,7 +160,7 @@ def shared_notes(runs: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, list
     for i, run in enumerate(runs):
         for note in dict.fromkeys(run["notes"]):
             places.setdefault(note, []).append(i)
-    return {note: (listed([runs[i]["label"] for i in at]), at) for note, at in places.items()}
+    return {note: (in_sentence([runs[i]["label"] for i in at]), at) for note, at in places.items()}
 
 
 def health(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -172,13 +172,13 @@ def health(runs: Sequence[Mapping[str, Any]]) -> str:
         for row in run["health"]:
             since = f" from step {row['step']}" if row["step"] else ""
             lines.append(
-                f"{name}<b>{escaped(row['cause'])}</b>{since}: {escaped(row['evidence'])}."
-                f"<br>Remedy: {escaped(row['remedy'])}"
+                f"{name}<b>{escape(row['cause'])}</b>{since}: {escape(row['evidence'])}."
+                f"<br>Remedy: {escape(row['remedy'])}"
             )
         if run["judged_steps"] and not run["health"]:
             healthy.append((run["label"], f"{name}no symptom in {run['judged_steps']} steps"))
     if len(healthy) > _HEALTHY:
-        names = escaped(listed([label for label, _ in healthy]))
+        names = escape(in_sentence([label for label, _ in healthy]))
         lines.append(f"<li>No symptom in {len(healthy)} runs: {names}")
     else:
         lines += [line for _, line in healthy]
@@ -198,14 +198,14 @@ def losses(data: Mapping[str, Any]) -> str:
 
 
 def _difference(difference: Mapping[str, Any]) -> str:
-    a, b = (f"<bdi>{escaped(difference[side])}</bdi>" for side in ("a", "b"))
+    a, b = (f"<bdi>{escape(difference[side])}</bdi>" for side in ("a", "b"))
     head = f"<th scope=col>Slot<th scope=col>{a}<th scope=col>{b}<th scope=col>What it means"
     rows = (
-        f"<tr><th scope=row>{escaped(change['slot'])}<td><code>{escaped(change['a'])}</code>"
-        f"<td><code>{escaped(change['b'])}</code><td>{escaped(change['meaning'])}"
+        f"<tr><th scope=row>{escape(change['slot'])}<td><code>{escape(change['a'])}</code>"
+        f"<td><code>{escape(change['b'])}</code><td>{escape(change['meaning'])}"
         for change in difference["changes"]
     )
-    extra = "".join(f"<p>{escaped(note)}</p>" for note in difference["notes"])
+    extra = "".join(f"<p>{escape(note)}</p>" for note in difference["notes"])
     key = f'<p class="quiet">a is the loss of {a}, b that of {b}.</p>'
     table = _table("stacked", head, rows)
     return f'<div class="card"><h3>How the losses differ</h3>{key}{table}{extra}</div>'
@@ -222,25 +222,25 @@ def _loss(runs: Sequence[Mapping[str, Any]], users: Sequence[int]) -> str:
             else "This loss cannot be explained; see the notes on the data."
         )
         return (
-            f'<div class="card"><h3>{escaped(loss["name"])}</h3><p>{used}</p><p '
+            f'<div class="card"><h3>{escape(loss["name"])}</h3><p>{used}</p><p '
             f'class="quiet">{why}</p></div>'
         )
     formula = "\n".join(f"{line['name']} = {line['expression']}" for line in explanation["formula"])
     slots = explanation["words"].items()
-    words = "".join(f"<dt>{escaped(slot)}<dd>{escaped(text)}." for slot, text in slots)
+    words = "".join(f"<dt>{escape(slot)}<dd>{escape(text)}." for slot, text in slots)
     none = _no_gradient(explanation["zero_gradient"])
     numbers = _rows([(n["where"], str(n["value"]), n["source"]) for n in explanation["numbers"]])
-    traps = "".join(f"<li>{escaped(trap['text'])}" for trap in explanation["traps"])
+    traps = "".join(f"<li>{escape(trap['text'])}" for trap in explanation["traps"])
     preset = f"preset {explanation['preset']}" if explanation["preset"] else ""
     title = " · ".join(filter(None, (preset, explanation["paper"])))
-    heading = f"<h3>{escaped(explanation['title'])}</h3>"
+    heading = f"<h3>{escape(explanation['title'])}</h3>"
     return f"""<div class="card loss">{heading}\
-<p>{used} <span class="quiet">{escaped(title)}</span></p>
-<pre dir="ltr">{escaped(formula)}</pre><dl>{words}</dl>
-{_folded("Which tokens get no gradient", none) if none else ""}
-{_folded("Every number and where it comes from", f"<table>{numbers}</table>")}
-{_folded("Traps", f"<ul>{traps}</ul>") if traps else ""}
-{_folded("All of it as text", f'<pre dir="ltr">{escaped(loss["text"])}</pre>')}</div>"""
+<p>{used} <span class="quiet">{escape(title)}</span></p>
+<pre dir="ltr">{escape(formula)}</pre><dl>{words}</dl>
+{_fold("Which tokens get no gradient", none) if none else ""}
+{_fold("Every number and where it comes from", f"<table>{numbers}</table>")}
+{_fold("Traps", f"<ul>{traps}</ul>") if traps else ""}
+{_fold("All of it as text", f'<pre dir="ltr">{escape(loss["text"])}</pre>')}</div>"""
 
 
 def _no_gradient(zero: Mapping[str, Any]) -> str:
@@ -250,26 +250,26 @@ def _no_gradient(zero: Mapping[str, Any]) -> str:
         "together": f"And where every token of its {zero['group']} meets one of these:",
     }
     parts = [
-        f"<p>{escaped(title)}</p>"
+        f"<p>{escape(title)}</p>"
         f"<table>{_rows([(c['expression'], c['meaning']) for c in zero[name]])}</table>"
         for name, title in titles.items()
         if zero[name]
     ]
     if parts and zero["still_moved_by"]:
-        parts.append(f"<p>{escaped(zero['still_moved_by'])}</p>")
+        parts.append(f"<p>{escape(zero['still_moved_by'])}</p>")
     return "".join(parts)
 
 
 def _rows(rows: Iterable[Sequence[str]]) -> str:
     return "".join(
-        f"<tr><th scope=row><code>{escaped(row[0])}</code>"
-        + "".join(f"<td>{escaped(v)}" for v in row[1:])
+        f"<tr><th scope=row><code>{escape(row[0])}</code>"
+        + "".join(f"<td>{escape(v)}" for v in row[1:])
         for row in rows
     )
 
 
-def _folded(title: str, body: str) -> str:
-    return f'<details><summary>{escaped(title)}</summary><div class="wide">{body}</div></details>'
+def _fold(title: str, body: str) -> str:
+    return f'<details><summary>{escape(title)}</summary><div class="wide">{body}</div></details>'
 
 
 def settings(data: Mapping[str, Any], name: str) -> str:
@@ -292,7 +292,7 @@ def settings(data: Mapping[str, Any], name: str) -> str:
 
     def table(chosen: Iterable[str]) -> str:
         rows = (
-            f"<tr><th scope=row>{escaped(key)}"
+            f"<tr><th scope=row>{escape(key)}"
             + "".join(_setting(table.get(key), usual.get(key)) for usual, table in pairs)
             for key in chosen
         )
@@ -307,13 +307,13 @@ def settings(data: Mapping[str, Any], name: str) -> str:
         )
     if changed:
         parts.append(f"<h3>Set by hand</h3>{table(changed)}")
-    return "".join(parts) + _folded(f"All {len(keys)}", table(keys)) if parts else table(keys)
+    return "".join(parts) + _fold(f"All {len(keys)}", table(keys)) if parts else table(keys)
 
 
 def _setting(value: str | None, default: str | None) -> str:
     if value is None:
         return "<td><bdi>–</bdi>"
-    return f"<td><bdi>{escaped(value)}</bdi>{_DEFAULT if value == default else ''}"
+    return f"<td><bdi>{escape(value)}</bdi>{_DEFAULT if value == default else ''}"
 
 
 def origins(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -322,13 +322,13 @@ def origins(runs: Sequence[Mapping[str, Any]]) -> str:
     names = sorted({name for run in renamed for name in run["names"]})
     if not names:
         return ""
-    labels = [f"<bdi>{escaped(run['label'])}</bdi>" for run in renamed]
-    sources = [escaped(run["source"]) for run in renamed]
+    labels = [f"<bdi>{escape(run['label'])}</bdi>" for run in renamed]
+    sources = [escape(run["source"]) for run in renamed]
     pairs = list(zip(labels, sources, strict=True))
     head = "<th scope=col>Here"
     head += "".join(f'<th scope=col title="{source}">{label}' for label, source in pairs)
     rows = (
-        f"<tr><th scope=row><code>{escaped(name)}</code>"
+        f"<tr><th scope=row><code>{escape(name)}</code>"
         + "".join(_origin(run["names"].get(name)) for run in renamed)
         for name in names
     )
@@ -341,4 +341,4 @@ def origins(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _origin(name: str | None) -> str:
-    return "<td>–" if name is None else f"<td><code>{escaped(name)}</code>"
+    return "<td>–" if name is None else f"<td><code>{escape(name)}</code>"

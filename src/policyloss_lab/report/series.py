@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from policyloss_lab import limits
 from policyloss_lab.logs.names import KNOWN
 from policyloss_lab.reading import Notes, finite, integer, is_number, json_lines, open_noted
-from policyloss_lab.report.markup import listed
+from policyloss_lab.report.markup import in_sentence
 from policyloss_lab.report.panels import PANELS
 
 Series = dict[str, dict[str, list[Any]]]
@@ -175,7 +175,7 @@ class Table:
             if steps:
                 names.setdefault((len(steps), steps[0]), []).append(key)
         return [
-            f"{listed(keys)} {'were' if len(keys) > 1 else 'was'} NaN or infinite at {count} "
+            f"{in_sentence(keys)} {'were' if len(keys) > 1 else 'was'} NaN or infinite at {count} "
             f"step(s), first at step {first}."
             for (count, first), keys in names.items()
         ]

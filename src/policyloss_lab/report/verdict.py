@@ -64,7 +64,7 @@ class Course(NamedTuple):
 
 def courses_of(metrics: Curves) -> dict[str, Course]:
     """The courses of "held_out" accuracy and "reward" that have enough points."""
-    reward = _smoothed("the mean reward", _points(metrics, "reward/mean"), share=False)
+    reward = _smooth_course("the mean reward", _points(metrics, "reward/mean"), share=False)
     both = {"held_out": _held_out(metrics), "reward": reward}
     return {name: course for name, course in both.items() if course is not None}
 
@@ -73,7 +73,7 @@ def verdict_of(metrics: Curves, summary: Mapping[str, Any]) -> dict[str, str]:
     """{"state": a key of `WORDS`, "sentence"} of the curves of a run. The first course that changed
     decides, held-out accuracy before reward; if the other course disagrees, the sentence adds it.
     """
-    judged = [_judged(course) for course in courses_of(metrics).values()]
+    judged = [_judge(course) for course in courses_of(metrics).values()]
     if not judged:
         if not any(_points(metrics, name) for name in ("eval/accuracy", "reward/mean")):
             return _verdict("unclear", "neither a held-out accuracy nor a reward was logged")
@@ -88,7 +88,7 @@ def verdict_of(metrics: Curves, summary: Mapping[str, Any]) -> dict[str, str]:
     return _verdict(state, text)
 
 
-def _judged(course: Course) -> tuple[str, str]:
+def _judge(course: Course) -> tuple[str, str]:
     """The state of one course, and the reason."""
     change, error = _difference(course.begin, course.end)
     fall, fall_error = _difference(course.end, course.best)
@@ -115,7 +115,7 @@ def _held_out(metrics: Curves) -> Course | None:
     """The course of the held-out accuracy, with noise from the number of prompts."""
     points, prompts = _points(metrics, "eval/accuracy"), dict(_points(metrics, "eval/prompts"))
     if len(points) < 2 or any(prompts.get(step, 0) < 1 for step, _ in points):
-        return _smoothed("held-out accuracy", points, share=True)
+        return _smooth_course("held-out accuracy", points, share=True)
     levels = [
         # One more success and failure each: 256 right of 256 does not mean certainty.
         Level(p, q * (1 - q) / n, step, step)
@@ -127,7 +127,7 @@ def _held_out(metrics: Curves) -> Course | None:
     return Course("held-out accuracy", True, levels[0], levels[-1], best, 1 - levels[0].value)
 
 
-def _smoothed(name: str, points: Sequence[tuple[int, float]], *, share: bool) -> Course | None:
+def _smooth_course(name: str, points: Sequence[tuple[int, float]], *, share: bool) -> Course | None:
     """The course of a curve by means over a fifth of its points; None if there are too few.
 
     The noise is half the mean squared difference of neighbours, so that a slow rise is not noise. A

@@ -282,9 +282,9 @@ def _row(
         raise InputError(f"completion {place} has different numbers of tokens: {lengths}.")
     ids = row.get("ids")
     if decode is not None and ids is not None:
-        words = {token: decoded(decode, [token]) for token in set(ids)}
+        words = {token: decode_ids(decode, [token]) for token in set(ids)}
         row.setdefault("tokens", [words[token] for token in ids])
-        row.setdefault("completion", decoded(decode, ids))
+        row.setdefault("completion", decode_ids(decode, ids))
     if "completion" not in row:
         row["completion"] = "".join(row.get("tokens", ()))
     if "tokens" not in row and lengths:
@@ -405,7 +405,7 @@ def rows_of(values: Any, name: str, count: int, mask: Column, *kinds: type) -> C
     return rows
 
 
-def decoded(decode: Decode, ids: list[int]) -> str:
+def decode_ids(decode: Decode, ids: list[int]) -> str:
     """The text that `decode` returns for ids."""
     try:
         text: Any = decode(ids)

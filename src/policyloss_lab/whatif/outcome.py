@@ -196,7 +196,7 @@ class Remedy(NamedTuple):
 
 def problems(outcome: Outcome, limits: Limits) -> tuple[Problem, ...]:
     """The problems of a loss on its tokens, each with its measurement."""
-    lost, effective = _measured(outcome)
+    lost, effective = _measure(outcome)
     kl = outcome.metrics.get("kl_rollout_k3", 0.0)
     flags = {
         "lost": lost > limits.lost,
@@ -214,7 +214,7 @@ def problems(outcome: Outcome, limits: Limits) -> tuple[Problem, ...]:
     return tuple(Problem(name, sentences[name]) for name, wrong in flags.items() if wrong)
 
 
-def _measured(outcome: Outcome) -> tuple[float, float]:
+def _measure(outcome: Outcome) -> tuple[float, float]:
     """The lost share and the effective sample size, 0 and 1 if the policy term has no gradient."""
     lost, effective = outcome.lost, outcome.effective
     return 0.0 if lost is None else lost, 1.0 if effective is None else effective
@@ -252,7 +252,7 @@ def _remedy(
         ]
         if better:
             words, outcome = max(better, key=lambda pair: pair[1].effective or 0.0)
-            lost, effective = _measured(outcome)
+            lost, effective = _measure(outcome)
             sentence = (
                 f"The smallest {change} that cures it: {words}. Then {lost:.0%} of the gradient is "
                 f"cut off and the effective sample size is {effective:.2f}."

@@ -14,7 +14,7 @@ from policyloss.catalogue import PRESETS, presets_equal_to
 from policyloss.errors import visible
 from policyloss_lab.completions import BRANCHES
 from policyloss_lab.limits import NOTE_LENGTH, NOTES, TEXT_LENGTH, cut
-from policyloss_lab.report.markup import asset, document, escaped
+from policyloss_lab.report.markup import asset, document, escape
 from policyloss_lab.whatif.outcome import Outcome
 from policyloss_lab.whatif.result import YOURS, WhatIf
 from policyloss_lab.whatif.tokens import StoredTokens
@@ -24,19 +24,19 @@ SHOWN_TOKENS = 4_000  # tokens with their gradient under every loss
 
 def page(result: WhatIf, title: str) -> str:
     """The page of a result. title: the source of the tokens."""
-    table = _table(result) + _refused(result)
-    body = f"""<header><h1>What if</h1><p><bdi>{escaped(title)}</bdi>: {result.about}.</p>
+    table = _table(result) + _refusals(result)
+    body = f"""<header><h1>What if</h1><p><bdi>{escape(title)}</bdi>: {result.about}.</p>
 {_verdict(result)}{_notes(result.notes)}</header>
 <main>{asset("whatif/whatif.html").replace("{table}", table)}</main>"""
     assets = ("report/page.css", "whatif/whatif.css", "report/draw.js", "whatif/whatif.js")
-    return document(f"{escaped(title)} · what if", body, page_data(result), assets)
+    return document(f"{escape(title)} · what if", body, page_data(result), assets)
 
 
 def _verdict(result: WhatIf) -> str:
     if result.outcomes[0].name != YOURS:
         return ""
     pairs = result.problems()
-    items = "".join(f"<li><b>{escaped(problem)}</b><br>{escaped(cure)}" for problem, cure in pairs)
+    items = "".join(f"<li><b>{escape(problem)}</b><br>{escape(cure)}" for problem, cure in pairs)
     kind, mark = ("worse", "!") if items else ("solved", "✓")
     sentence = "Your loss has a problem on these tokens." if items else result.verdict()[0]
     return (
@@ -46,7 +46,7 @@ def _verdict(result: WhatIf) -> str:
 
 
 def _notes(notes: Sequence[str]) -> str:
-    items = "".join(f"<li>{escaped(cut(note, NOTE_LENGTH))}" for note in notes[:NOTES])
+    items = "".join(f"<li>{escape(cut(note, NOTE_LENGTH))}" for note in notes[:NOTES])
     if not items:
         return ""
     return f'<details class="notes" open><summary>Notes</summary><ul>{items}</ul></details>'
@@ -55,28 +55,28 @@ def _notes(notes: Sequence[str]) -> str:
 def _table(result: WhatIf) -> str:
     columns, rows = result.table()
     head = "".join(
-        f'<th scope=col><button type="button" title="{escaped(column.meaning)}">'
-        f"{escaped(column.title)}</button>"
+        f'<th scope=col><button type="button" title="{escape(column.meaning)}">'
+        f"{escape(column.title)}</button>"
         for column in columns
     )
     body = ""
     for outcome, (name, *numbers) in zip(result.outcomes, rows, strict=True):
-        title = escaped(_title(outcome.name, outcome.spec))
-        body += f'<tr><th scope=row title="{title}">{escaped(name)}'
-        body += "".join(f"<td>{escaped(x)}" for x in numbers)
+        title = escape(_title(outcome.name, outcome.spec))
+        body += f'<tr><th scope=row title="{title}">{escape(name)}'
+        body += "".join(f"<td>{escape(x)}" for x in numbers)
     table = f"<table><thead><tr>{head}</thead><tbody>{body}</tbody></table>"
     meanings = [(column.title, column.meaning) for column in columns]
-    return f'<div class="wide side">{table}</div>' + _listed("The columns", meanings)
+    return f'<div class="wide side">{table}</div>' + _list_items("The columns", meanings)
 
 
-def _refused(result: WhatIf) -> str:
+def _refusals(result: WhatIf) -> str:
     known = result.not_tried().items()
     reasons = [(", ".join(names), cut(why, NOTE_LENGTH)) for why, names in known]
-    return _listed(f"Not tried ({len(result.refused)})", reasons) if reasons else ""
+    return _list_items(f"Not tried ({len(result.refused)})", reasons) if reasons else ""
 
 
-def _listed(title: str, pairs: Sequence[tuple[str, str]]) -> str:
-    items = "".join(f"<dt>{escaped(name)}<dd>{escaped(text)}" for name, text in pairs)
+def _list_items(title: str, pairs: Sequence[tuple[str, str]]) -> str:
+    items = "".join(f"<dt>{escape(name)}<dd>{escape(text)}" for name, text in pairs)
     return f"<details><summary>{title}</summary><dl>{items}</dl></details>"
 
 
@@ -99,7 +99,7 @@ def page_data(result: WhatIf) -> dict[str, Any]:
         "losses": [_loss_data(outcome, row, lengths[:shown]) for outcome, row in pairs],
         "sequences": _sequences(result.tokens, lengths[:shown]),
         "left_out": len(lengths) - shown,
-        "cosine": {name: rounded(matrix.tolist(), 3) for name, matrix in matrices.items()},
+        "cosine": {name: round_numbers(matrix.tolist(), 3) for name, matrix in matrices.items()},
         "branch_codes": list(BRANCHES),
         "branches": [{"name": name, "meaning": meaning} for name, meaning in BRANCHES.values()],
     }
@@ -110,10 +110,10 @@ def _loss_data(outcome: Outcome, row: dict[str, Any], lengths: list[int]) -> dic
     return {
         "name": outcome.name,
         "title": _title(outcome.name, outcome.spec),
-        **rounded({name: row[name] for name in ("norm", "mass")}),
-        "change": rounded(row["change"][: len(lengths)]),
-        "push": rounded(_split(-outcome.gradient, lengths)),
-        "scale": rounded(float(sizes.quantile(0.98)) if sizes.numel() else 1.0),
+        **round_numbers({name: row[name] for name in ("norm", "mass")}),
+        "change": round_numbers(row["change"][: len(lengths)]),
+        "push": round_numbers(_split(-outcome.gradient, lengths)),
+        "scale": round_numbers(float(sizes.quantile(0.98)) if sizes.numel() else 1.0),
         "branch": _split(outcome.branch, lengths),
     }
 
@@ -123,10 +123,12 @@ def _sequences(tokens: StoredTokens, lengths: list[int]) -> list[dict[str, Any]]
     columns = {"logp": t.logp, "advantage": t.advantages, "mask": t.mask.double()}
     if t.old_logp is not None:
         columns["ratio"] = (t.logp - t.old_logp).exp()
-    lists = {name: rounded(_split(x, lengths)) for name, x in columns.items()}
+    lists = {name: round_numbers(_split(x, lengths)) for name, x in columns.items()}
     texts = iter(tokens.texts or [f"#{i + 1}" for n in lengths for i in range(n)])
     prompts = tokens.prompt_texts or [""] * len(lengths)
-    rewards = [None] * len(lengths) if tokens.rewards is None else rounded(tokens.rewards.tolist())
+    rewards = (
+        [None] * len(lengths) if tokens.rewards is None else round_numbers(tokens.rewards.tolist())
+    )
     return [
         {
             "texts": [visible(text) for text in islice(texts, length)],
@@ -143,10 +145,10 @@ def _split(x: Tensor, lengths: list[int]) -> list[list[float]]:
     return [part.tolist() for part in torch.split(x[: sum(lengths)], lengths)]
 
 
-def rounded(x: Any, digits: int = 4) -> Any:
+def round_numbers(x: Any, digits: int = 4) -> Any:
     """`x` with its numbers, also inside lists and mappings, rounded for strict JSON."""
     if isinstance(x, dict):
-        return {name: rounded(value, digits) for name, value in x.items()}
+        return {name: round_numbers(value, digits) for name, value in x.items()}
     if isinstance(x, list):
-        return [rounded(value, digits) for value in x]
+        return [round_numbers(value, digits) for value in x]
     return None if x is None or not math.isfinite(x) else float(f"{x:.{digits}g}")

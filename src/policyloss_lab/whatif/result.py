@@ -254,7 +254,7 @@ def what_if(
     notes = list(tokens.notes)
     yours = _yours(tokens, spec, notes)
     outcomes, refused = [], {}
-    for name, loss in {**yours, **_named(losses)}.items():
+    for name, loss in {**yours, **_losses_by_name(losses)}.items():
         try:
             outcomes.append(outcome_of(name, loss, tokens))
         except PolicyLossError as error:
@@ -295,7 +295,7 @@ def _yours(tokens: StoredTokens, spec: AnyLoss | None, notes: list[str]) -> dict
         return {}
 
 
-def _named(losses: Any) -> dict[str, LossSpec]:
+def _losses_by_name(losses: Any) -> dict[str, LossSpec]:
     if losses is None:
         return {name: preset.spec for name, preset in PRESETS.items()}
     if isinstance(losses, (str, LossSpec)) or not isinstance(losses, (Sequence, Mapping)):

@@ -63,7 +63,7 @@ class StoredTokens:
             )
         logp, advantages, mask = (tensors[name] for name in NEEDED)
         inputs = Inputs.of(logp, tensors.get("old_logp"), advantages, mask, others)
-        packed = _packed(inputs)
+        packed = _pack_inputs(inputs)
         count = _lengths(packed).shape[0]
         ids, rewards = tensors.get("ids"), tensors.get("rewards")
         if rewards is not None and tuple(rewards.shape) != (count,):
@@ -104,7 +104,7 @@ def _lengths(inputs: Inputs) -> Tensor:
     return inputs.cu_seqlens.diff()
 
 
-def _packed(inputs: Inputs) -> Inputs:
+def _pack_inputs(inputs: Inputs) -> Inputs:
     """The packed inputs in float64 on the CPU; an error names a nonfinite tensor."""
     t = inputs.tokens()  # checks every shape
     offsets = inputs.cu_seqlens

@@ -20,7 +20,7 @@ import policyloss_lab as lab
 from policyloss_lab.diagnosis import diagnose as diagnosing
 from policyloss_lab.diagnosis.columns import fit_units
 from policyloss_lab.diagnosis.diagnose import Thresholds, diagnose
-from policyloss_lab.diagnosis.forward import altered
+from policyloss_lab.diagnosis.forward import alter_weights
 from policyloss_lab.diagnosis.hypothesis import Case, Fit
 from policyloss_lab.diagnosis.logits import counts_before
 from policyloss_lab.diagnosis.pairs import read_pairs
@@ -341,7 +341,7 @@ def int4_weights() -> Tensor:
     model = SOURCE.model()
     linear = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     linear.discard("lm_head.weight")
-    with altered(model, lambda n, w: integers(w, 1, 7.0) if n in linear else None):
+    with alter_weights(model, lambda n, w: integers(w, 1, 7.0) if n in linear else None):
         return through()
 
 

@@ -26,7 +26,7 @@ from walk import walked
 import policyloss as pl
 import policyloss_lab as lab
 from policyloss_lab.diagnosis import diagnose as diagnosing
-from policyloss_lab.diagnosis.forward import altered
+from policyloss_lab.diagnosis.forward import alter_weights
 from policyloss_lab.diagnosis.logits import fit_temperature
 from policyloss_lab.diagnosis.verdict import CAUSES, FAMILIES
 
@@ -82,7 +82,9 @@ def test_older_weights_that_are_passed_are_named() -> None:
     model = source().model()
     plain = source().rollout("plain", 0, SMALL)
     draw = torch.Generator().manual_seed(0)
-    with altered(model, lambda n, w: w + 0.01 * w.std() * torch.randn(w.shape, generator=draw)):
+    with alter_weights(
+        model, lambda n, w: w + 0.01 * w.std() * torch.randn(w.shape, generator=draw)
+    ):
         older = score(plain, model)
     engine = older + 1e-4 * torch.randn(older.shape, generator=draw)
     made = batch_of(Rollout(plain.ids, plain.mask, engine, plain.prompts), model, ())
@@ -195,7 +197,7 @@ class Adapted(nn.Module):
         self.on = True
 
     def changed(self) -> Any:
-        return altered(
+        return alter_weights(
             self.inner, lambda n, w: w + self.change[n] if self.on and n in self.change else None
         )
 

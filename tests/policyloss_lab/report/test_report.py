@@ -18,7 +18,7 @@ from policyloss import output as writing
 from policyloss.cli import main
 from policyloss.errors import InputError
 from policyloss_lab.report import collect, render, write_report
-from policyloss_lab.report.markup import escaped
+from policyloss_lab.report.markup import escape
 from policyloss_lab.report.rollouts import read_rollouts
 from policyloss_lab.runs.lock import Lock
 
@@ -200,7 +200,7 @@ def test_partial_runs_give_a_page_with_notes(
     data = collect([tmp_path])
     assert any(said in note for note in data["runs"][0]["notes"]), data["runs"][0]["notes"]
     page = render(json.loads(json.dumps(data, allow_nan=False)))
-    assert escaped(said) in page
+    assert escape(said) in page
     assert page.endswith("</html>\n")
 
 

@@ -14,7 +14,7 @@ from report_runs import write_run
 
 from policyloss_lab.report import collect, render, sections
 from policyloss_lab.report.compare import coinciding
-from policyloss_lab.report.markup import listed
+from policyloss_lab.report.markup import in_sentence
 from policyloss_lab.report.verdict import WORDS, verdict_of
 from policyloss_lab.report.view import view
 
@@ -97,10 +97,10 @@ def test_lines_coincide_metric_by_metric_in_steps_and_values() -> None:
 
 
 def test_names_in_a_sentence() -> None:
-    assert listed(["a"]) == "a"
-    assert listed(["a", "b", "c"]) == "a, b and c"
-    assert listed(list("abcdef")) == "a, b, c, d, e and f"
-    assert listed(list("abcdefg")) == "a, b, c, d, e and 2 more"
+    assert in_sentence(["a"]) == "a"
+    assert in_sentence(["a", "b", "c"]) == "a, b and c"
+    assert in_sentence(list("abcdef")) == "a, b, c, d, e and f"
+    assert in_sentence(list("abcdefg")) == "a, b, c, d, e and 2 more"
 
 
 def table_of(page: str, title: str) -> str:

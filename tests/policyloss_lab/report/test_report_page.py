@@ -17,7 +17,7 @@ from report_runs import realistic_run, rollout, write_run
 
 from policyloss_lab.completions import BRANCHES
 from policyloss_lab.report import collect, render, write_report
-from policyloss_lab.report.markup import duration, escaped, island, number
+from policyloss_lab.report.markup import duration, escape, island, number
 from policyloss_lab.report.panels import PANELS, panels_for
 from policyloss_lab.report.view import view
 
@@ -194,7 +194,7 @@ def test_every_chart_describes_good_and_bad_values(two_runs: list[Path]) -> None
             assert panel.judge.startswith("Do not judge"), panel.id
             continue
         good, bad = re.fullmatch(r"Good: (.+)\. Bad: (.+)\.", panel.judge).groups()  # type: ignore
-        drawn = f"<b>Good:</b> {escaped(good)}. <b>Bad:</b> {escaped(bad)}."
+        drawn = f"<b>Good:</b> {escape(good)}. <b>Bad:</b> {escape(bad)}."
         assert (drawn in page) == (f"<h3>{panel.title}</h3>" in page), panel.id
 
 
@@ -233,7 +233,7 @@ def test_hostile_texts_add_no_element_and_no_attribute(hostile_runs: list[Path])
 
 def test_escaping() -> None:
     assert (
-        escaped('<a href="x">\'&\x00\u202e\ud800\t\n')
+        escape('<a href="x">\'&\x00\u202e\ud800\t\n')
         == "&lt;a href=&quot;x&quot;&gt;&#x27;&amp;\\u0000\\u202e\\ud800\t\n"
     )
     assert (

@@ -22,7 +22,7 @@ import policyloss_lab as lab
 from policyloss.cli import main
 from policyloss_lab.logs.names import our_names
 from policyloss_lab.report import collect, render
-from policyloss_lab.report.markup import escaped
+from policyloss_lab.report.markup import escape
 
 RECORDED = Path(__file__).parents[2] / "recorded"
 TRL = RECORDED / "report/trl"
@@ -341,7 +341,7 @@ def test_any_mixture_is_drawn_side_by_side(tmp_path: Path) -> None:
     assert all("reward/mean" in run["metrics"] for run in data["runs"])
     html = page.read_text()
     assert "Names of the metrics" in html
-    assert escaped("clip_ratio/high_mean") in html
+    assert escape("clip_ratio/high_mean") in html
     # The page of our own runs has no such section.
     assert "Names of the metrics" not in render(collect([ours]))
 
