@@ -254,7 +254,10 @@ class MicroBatch(Mapping[str, Any]):
 
 
 def _measure_step(step: Accumulation, logp: Callable[[MicroBatch], Tensor]) -> Totals:
-    """`measure` on one pack of all micro-batches, empty ones too: other ranks may wait for them."""
+    """`measure` on all micro-batches as one pack.
+
+    Micro-batches without valid tokens are run too: other ranks may wait for their forward.
+    """
     micro_batches = step._micro_batches
     pack = StepPack.of(micro_batches)
     flat: dict[str, list[Tensor]] = {}
@@ -382,7 +385,10 @@ def count_step(
     dp_size: int | None,
     weighted: bool = False,
 ) -> tuple[Totals, int]:
-    """The counts of the step, and the largest number of micro-batches on any rank of `group`."""
+    """The counts of the step, and the largest number of micro-batches on any rank of `group`.
+
+    weighted: whether to sum up the weights, too.
+    """
     if group is None:
         _check_numbers([len(micro_batches)])
         pack = StepPack.of(micro_batches)
@@ -410,8 +416,11 @@ def count_step(
 
 
 def _share(pack: StepPack | None, number: int, cp_group: Any) -> tuple[Tensor, Tensor]:
-    """The numbers `[5]` of this rank (tokens, sequences, micro-batches, group ids or −1, 1 for
-    weights), and its group ids and lengths `[2, S]`, empty without ids.
+    """Count this rank's tokens, sequences, micro-batches and group ids; also return its groups.
+
+    The counts are `[5]`: the number of group ids is −1 without ids, and the fifth number is 1 if
+    there are weights. The groups are the ids and the lengths of the sequences, `[2, S]`, empty
+    without ids.
     """
     if pack is None:
         return torch.tensor([0, 0, 0, -1, 0]), torch.zeros(2, 0, dtype=torch.int64)

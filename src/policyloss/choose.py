@@ -219,7 +219,11 @@ class Reason(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """The loss for some answers, from the rule that names its preset and the others that fit."""
+    """The loss for some answers.
+
+    rules: the rule that names the preset, and the other rules that fit, which change slots or add a
+    remark.
+    """
 
     answers: dict[str, str]
     rules: tuple[ChoiceRule, ...]

@@ -69,7 +69,10 @@ OTHER_WORDS = {
 
 
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
-    """The sentence for a name that is not valid, with our name for it, or the most similar name."""
+    """The sentence for a name that is not one of `valid`, with the valid names it may mean.
+
+    These are our names for what the name means elsewhere, or else the most similar name.
+    """
     names = sorted(valid)
     suggestions: list[str] = []
     if isinstance(name, str):

@@ -63,7 +63,10 @@ class CallTensors(SharedTensors, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The tensors of one call, as the caller passed them. extras: token-shaped, of any name."""
+    """The tensors of one call, as the caller passed them.
+
+    extras: token-shaped tensors of any name, for custom parts that read more tensors.
+    """
 
     logp: Tensor
     advantages: Tensor

@@ -199,7 +199,10 @@ def ready_loss(spec: AnyLoss | Mixture) -> LossSpec | Mixture:
 def pipeline(
     spec: LossSpec, tokens: Tokens, step: Totals | None, level: MetricsLevel = "all"
 ) -> PipelineOutput:
-    """The slots in order, on one call's tokens. step: the totals; None if this call is the step."""
+    """The slots in order, on one call's tokens.
+
+    step: the totals; None if this call is the whole step. level: which metrics are computed.
+    """
     t, corrected = corrected_tokens(spec, tokens, step)
     t = with_ratio(spec, t)
     t = t.replace(step="local" if step is None else step, flags=level != "none")

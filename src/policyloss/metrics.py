@@ -92,7 +92,10 @@ class RecordPlaces:
 
     @staticmethod
     def pack(metrics: Metrics, *more: Tensor) -> Tensor:
-        """The numbers of the records once, then the 0-dim `more`: `[K]`, with exact counts."""
+        """Every number of the records once, then the 0-dim numbers `more`, as one tensor `[K]`.
+
+        The dtype is wide enough that counts stay exact.
+        """
         parts = [*_parts_by_id(metrics).values(), *more]
         return torch.stack([part.to(accumulator_dtype(part.device)) for part in parts])
 

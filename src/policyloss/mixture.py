@@ -204,7 +204,10 @@ class Mixture(Part):
         return calls
 
     def metrics(self, of_streams: Mapping[str, Metrics], mask: Tensor) -> Metrics:
-        """All metrics by "stream/metric", their weighted `loss`, and `tokens` of the call."""
+        """The metrics of all streams by "stream/metric", their weighted `loss`, and `tokens`.
+
+        The latter are the valid tokens of the call.
+        """
         tokens = count(mask)
 
         def records() -> dict[str, Record]:
@@ -231,7 +234,7 @@ def stream_calls(
 
 
 def read_loss(name: str) -> LossSpec | Mixture | str:
-    """`name` itself if it is a preset's, or the `LossSpec` or `Mixture` in this JSON file."""
+    """`name` itself if it is a preset's, or the `LossSpec` or `Mixture` in the JSON file `name`."""
     if match_name(name, PRESETS) or not (Path(name).suffix == ".json" or os.path.isfile(name)):
         return name
     data = read_json(name)

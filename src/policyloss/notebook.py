@@ -40,7 +40,10 @@ def heading(text: str) -> str:
 
 
 class TableReport:
-    """A report as text and for a notebook. columns: the headings, the first one on the left."""
+    """A report of a headline, a table and paragraphs, as text and for a notebook.
+
+    columns: the headings of the table; the first column is aligned on the left.
+    """
 
     columns: ClassVar[tuple[str, ...]]
 

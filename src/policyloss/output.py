@@ -86,7 +86,10 @@ def check_output(path: Path, argument: str) -> None:
 
 
 def temporary_prefix(path: Path) -> str:
-    """The beginning of names next to `path` for this process; removes those of killed ones."""
+    """The beginning of names that this process may use next to `path` until the file is complete.
+
+    Leftovers of killed processes under such names are removed.
+    """
     prefix = f".{path.name[:100]}."
     for left in path.parent.glob(f"{glob.escape(prefix)}*tmp"):
         pid = left.name[len(prefix) :].partition(".")[0]
@@ -110,10 +113,11 @@ def is_running(pid: int) -> bool:
 
 
 def write_output(path: str | Path, data: bytes, argument: str = "out") -> None:
-    """Write `data` to `path` (called `argument` in an error), and create its folder if needed.
+    """Write `data` to `path`, and create its folder if needed.
 
-    A temporary file in that folder is renamed to the target: a reader never sees half a file, and a
-    full disk leaves the old file.
+    The bytes go to a temporary file in the target's folder first, which is then renamed to the
+    target: a reader never sees half a file, and a full disk leaves the old file. argument: the name
+    of the path in an error.
     """
     path = Path(path)
     check_output(path, argument)

@@ -46,8 +46,10 @@ def check_level(metrics: Any) -> None:
 
 
 class MeasuredCall(NamedTuple):
-    """One call of a loss, as its metrics are computed from it. before, t: the tokens before and
-    after rejection, the same unless these leave the mask. share: of this call in the step's loss.
+    """One call of a loss, as its metrics are computed from it.
+
+    before: the tokens before rejection. t: the tokens after it; the same unless rejected tokens
+    leave the mask. share: the part of the step's loss that this call adds.
     """
 
     before: Tokens
@@ -134,7 +136,10 @@ def _logprobs(records: _Records, call: MeasuredCall, drift: bool) -> None:
 
 
 def _beyond_totals(spec: LossSpec, t: Tokens) -> Callable[[], Tensor]:
-    """How many tokens or sequences of this call the step's count lacks; 0 if it is the step."""
+    """A function that returns how many tokens or sequences this call has beyond the step's count.
+
+    It returns 0 where the call is the whole step, or holds one rank's share of its sequences.
+    """
     n, divisor = t.count, getattr(spec.aggregate, "divides_by", None)
     if t.step == "local" or divisor is None or t.sequences.cp_group is not None:
         return lambda: torch.zeros_like(n)

@@ -42,7 +42,11 @@ class Reading(NamedTuple):
 
 
 class Port(NamedTuple):
-    """The options of a framework that are not defaults, and a sentence on each lost difference."""
+    """A loss in a framework.
+
+    options: those that differ from the framework's defaults. lost: a sentence on each difference
+    between the framework's loss and the wanted one.
+    """
 
     options: dict[str, Any]
     lost: tuple[str, ...]
@@ -79,7 +83,10 @@ def port_loss(wanted: Reading, to: str) -> Port:
 
 
 def _as_data(spec: LossSpec) -> dict[str, Any]:
-    """`spec` as plain data, the same for equal numbers: a bound that never binds is no bound."""
+    """`spec` as plain data, in one form for losses with the same numbers.
+
+    For example, a bound that never binds is no bound.
+    """
     clip = spec.trust
     if isinstance(clip, TwoSidedClip) and clip.delta >= 1 + clip.eps_high:
         # Only a negative advantage reaches such a delta: it is a dual clip.

@@ -155,7 +155,10 @@ class EffectiveSampleSize(Record):
 
 @dataclass(frozen=True)
 class ExplainedVariance(Record):
-    """`1 − Var(target − prediction) / Var(target)`, from float64 moments; NaN without variance."""
+    """`1 − Var(target − prediction) / Var(target)`, from raw moments summed in float64.
+
+    NaN if the target does not vary.
+    """
 
     count: Tensor
     error: Tensor

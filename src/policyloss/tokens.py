@@ -88,7 +88,11 @@ def expand_advantages(
     called: str = "advantages",
     like: tuple[str, Tensor] | None = None,
 ) -> Tensor:
-    """Advantages per token, detached, from token-shaped, `[1, N]`, `[S]` or `[S, 1]` ones."""
+    """Advantages per token, from token-shaped, `[1, N]`, or one per sequence `[S]`, `[S, 1]`.
+
+    The result is detached. called: the name of the advantages in errors. like: the name and tensor
+    of an argument; advantages must be on its device.
+    """
     check_tensor(called, advantages, like=like)
     clear: Tensor = sequences.with_clear_shape(advantages.detach(), called)
     shape = sequences.shape
@@ -241,7 +245,11 @@ class Layout:
         return self.replace(memo={**self.memo, "lengths": lengths})
 
     def sequence_mean(self, x: Tensor) -> Tensor:
-        """The mean of `x` (0 where masked) over each sequence, 0 if empty. Token-shaped → `[S]`."""
+        """The mean of `x` over the valid tokens of each sequence. Token-shaped → `[S]`.
+
+        It is 0 for a sequence without valid tokens. `x` must be 0 at masked positions, as every
+        tensor read from this object is.
+        """
         if "counts" in self.memo:
             total = self.sequences.sum(x)
         else:
@@ -251,7 +259,11 @@ class Layout:
 
 @dataclass
 class LocalTotals:
-    """The counts of a call that is the whole step, computed when read; they cost no host sync."""
+    """The counts of a call that is the whole step, each computed when it is read.
+
+    Most averages read one of these counts. The counts are tensors, and reading them costs no host
+    sync.
+    """
 
     dp_size: ClassVar[int] = 1
     layout: Layout
@@ -293,7 +305,10 @@ def layout_fields(
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> dict[str, Any]:
-    """The fields of the `Layout` of `tokens`, checked, except dtype and zero. called: in errors."""
+    """The fields of the `Layout` of `tokens` except dtype and zero, checked against each other.
+
+    called: the name of `tokens` in errors.
+    """
     sequences = Sequences.of(tokens, cu_seqlens, cp_group, called)
     mask, invalid_mask = checked_mask(mask, tokens, like_called=called)
     if group_ids is not None:

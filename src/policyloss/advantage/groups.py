@@ -44,11 +44,14 @@ SCALES: tuple[Scale, ...] = ("std", "loo_std", "batch_std", "mad", "mean", None)
 
 @dataclass(frozen=True)
 class RankedGroups:
-    """The sequences group after group, by rising reward inside a group; all `[S]` in that order.
+    """The sequences laid out group after group, and by rising reward inside a group.
 
-    rewards: float64. order: the row of each element. size: of its group. rank: its index in its
-    group, 0 for the lowest reward. first: the index at which its group begins. The rewards of a
-    group are equal if its first and last are: this is exact, while "std ≈ 0" is not.
+    All tensors `[S]`, in that order.
+
+    rewards: float64. order: the row that each element came from. size: the size of the element's
+    group. rank: the element's index in its group, 0 for the lowest reward. first: the index at
+    which its group begins. To test whether all rewards of a group are equal, compare its first and
+    last reward: this is exact, while "std ≈ 0" is not.
     """
 
     rewards: Tensor
@@ -232,8 +235,10 @@ def divide_by(x: Tensor, spread: Tensor, eps: float) -> Tensor:
 
 
 def moments(x: Tensor, weight: Tensor, ddof: int, *groups: Any) -> tuple[Tensor, Tensor]:
-    """Mean and variance of `x` over the ranks of every group, each element counted `weight` times;
-    0-dim, in float64. `x` must be finite where its weight is 0. Two passes: E[x²] − E[x]² cancels.
+    """Mean and variance of `x`, each element counted `weight` times; 0-dim, in float64.
+
+    They are taken over the ranks of every group. `x` must be finite where its weight is 0. There
+    are two passes, because E[x²] − E[x]² cancels.
     """
     wide = accumulator_dtype(x.device)
     x, weight = x.to(wide), weight.to(wide)
@@ -323,7 +328,10 @@ def per_sequence(name: str, x: Tensor, rewards: Tensor) -> Tensor:
 
 
 def rows_by_size(group_ids: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Rows by group `[S]`, the size of their groups `[S]`, and `[groups, n]` rows by size n > 1."""
+    """The rows sorted by group `[S]`, the size of each one's group `[S]`, and the rows by size.
+
+    The rows by size are one tensor `[groups, n]` for each group size n above one.
+    """
     order, groups = group_index(group_ids)
     assert groups.offsets is not None
     assert groups.ids is not None

@@ -151,7 +151,10 @@ def _less_baseline(
 
 
 def _tail(lengths: Tensor, group_ids: Tensor) -> Tensor:
-    """The second-largest length of a group for its longest row, inf for other rows. `[B, 1]`."""
+    """The first index at which only the longest row of a group has a token. `[B, 1]`.
+
+    For that row it is the second-largest length of the group, for all other rows inf.
+    """
     g = RankedGroups.of(lengths, group_ids)
     second = g.at((g.size - 2).clamp(min=0))
     longest = (g.rank == g.size - 1) & (g.highest > second)

@@ -144,10 +144,12 @@ def _lambda_returns(
     last_values: Tensor | None = None,
     in_rows: bool = False,
 ) -> Tensor:
-    """The λ-returns `G_t = r_t + γ·z_{t+1}`, `z_t = (1−λ)·V_t + λ·G_t`, or `z_{t+1}` if masked.
+    """The λ-returns `G_t = r_t + γ·z_{t+1}`, with `z_t = (1−λ)·V_t + λ·G_t`.
 
+    At masked tokens, `z_t = z_{t+1}`.
     This is `A + V` of GAE, rearranged so that one scan, over z, also carries the next valid value
-    across masked tokens. in_rows: each row begins with its first valid token, as for exact bits.
+    across masked tokens. in_rows: the rows are laid out for the exact
+    mode: each begins with its first valid token.
     """
     if is_exact() and not in_rows:
         # The chunks of the scan follow from the place of a token, so each sequence becomes a row
@@ -253,7 +255,10 @@ def whole_sequences(
     dtype: torch.dtype,
     *others: Tensor,
 ) -> tuple[WholeSequences, Tensor]:
-    """Rewards and `others` (columns) of whole sequences; rewards per sequence stay, as `[S, 1]`."""
+    """The rewards and `others` (the columns) of whole sequences, from all context-parallel ranks.
+
+    Rewards per sequence are known on every rank and are returned unchanged, as `[S, 1]`.
+    """
     rewards = _check_rewards(rewards, layout, mask)
     at = checked_positions(positions, mask, "a scan over time")
     columns = [x.to(dtype) if x.is_floating_point() else x for x in others]

@@ -29,8 +29,10 @@ class Preset:
 
 
 def preset_from_text(spec: LossSpec, text: str) -> Preset:
-    """A preset from text: "name: title", "paper: …", a source for each "slot", "slot.field" and
-    "advantage (its estimator)", and "note: …"; a line indented further continues the one above.
+    """A preset from text: a "name: title" line, a "paper: …" line, and lines of sources.
+
+    There is a source for each "slot" or "slot.field" and for "advantage (its estimator)". A "note:
+    …" may follow. A line that is indented further continues the one above.
     """
     entries = re.split(r"\n(?! )", inspect.cleandoc(text))
     (name, title), *others = (" ".join(entry.split()).split(": ", 1) for entry in entries)

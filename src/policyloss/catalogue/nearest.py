@@ -38,9 +38,10 @@ def nearest_preset(spec: LossSpec) -> tuple[Preset | None, bool]:
 def distance(a: LossSpec, b: LossSpec) -> float:
     """How far `a` is from `b`: the total cost of the changes that lead from `b` to `a`.
 
-    Changes to the ratio, the corrections and the average cost most, because these define a loss; a
-    KL term costs little, because any loss is also used without one, and more towards a teacher.
-    Guards cost next to nothing, and a horizon nothing if `b` sets none.
+    Changes to the ratio, the corrections and the average cost most, because these define a loss. To
+    add or remove a KL term costs little, because any loss is also used without one; a KL term
+    towards a teacher costs more. Guards cost next to nothing. If `b` sets no horizon, any horizon
+    of `a` costs nothing.
     """
     total = 0.5 * (a.rejected != b.rejected) + 0.5 * (a.entropy_coef != b.entropy_coef)
     for slot in VARIANTS:

@@ -202,7 +202,11 @@ def bits_check(
 def _run(
     fn: LogProbFunction, sequences: list[Any], calls: list[list[int]], argument: str, run: str
 ) -> list[Tensor]:
-    """The log-probabilities of each sequence, from the last of the calls that holds it."""
+    """The log-probabilities of each sequence, from one call of `fn` for each entry of `calls`.
+
+    calls: the indices of the sequences in each call; if a sequence is in several, the last one
+    counts. argument, run: the names of `fn` and of this run in an error.
+    """
     results: dict[int, Tensor] = {}
     for members in calls:
         try:

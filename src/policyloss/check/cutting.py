@@ -126,7 +126,11 @@ StepFunction = Callable[[list[dict[str, Any]]], Any]
 
 
 def flat_gradient(result: Any, called: str = "step_fn") -> tuple[Tensor, torch.dtype]:
-    """The gradients in `result` as a float64 `[P]` on the CPU, and the coarsest dtype of them."""
+    """The gradients in `result` as one float64 vector `[P]` on the CPU, and their coarsest dtype.
+
+    result: a module or parameters with `.grad` (None counts as 0), or the gradients themselves: a
+    tensor, a mapping or an iterable of tensors. called: the name of the function in errors.
+    """
     if isinstance(result, nn.Module):
         result = [p for p in result.parameters() if p.requires_grad]
     elif isinstance(result, Mapping):

@@ -33,7 +33,11 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Experiment:
-    """One split: gradients whole, cut `[P]` and of each micro-batch `[k, P]`, and its counts."""
+    """One split of a batch, with the gradients of the whole and of the split batch.
+
+    full_gradient: of the whole batch, `[P]`. cut: of the split batch, `[P]`. alone: of each
+    micro-batch alone, `[k, P]`. counts: the counts of the micro-batches.
+    """
 
     name: str
     full_gradient: Tensor

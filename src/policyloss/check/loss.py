@@ -287,7 +287,10 @@ ANCHOR = torch.tensor([-4.0, -4.5, -5.0]).double().repeat(6)
 
 
 def _tokens(advantages: Tensor, log_ratio: Numbers, log_weight: Numbers = 0) -> Tokens:
-    """Sequences of one token, `[n, 1]`. log_ratio: to other policies. log_weight: to the engine."""
+    """Tokens that are each a sequence, `[n, 1]`.
+
+    log_ratio: of the current policy to every other. log_weight: of the trainer to the engine.
+    """
     anchor = ANCHOR[: len(advantages)].unsqueeze(1)
     old, ones, rows = anchor + log_weight, torch.ones_like(anchor), torch.arange(len(anchor))
     logp = (old + log_ratio).requires_grad_()

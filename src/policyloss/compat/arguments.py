@@ -66,7 +66,11 @@ def drop_in(function: F) -> F:
 def drop_in_of(
     arguments: Callable[P, Arguments], *, ignores_others: bool = False
 ) -> Callable[[Callable[[Arguments], Result]], Callable[P, Result]]:
-    """A decorator that turns a function of one dataclass into a drop-in with its fields."""
+    """A decorator that turns a function of one dataclass into a drop-in.
+
+    The drop-in takes the fields of that dataclass as its parameters. ignores_others: accept and
+    drop any other keyword, as a framework's `**kwargs` does.
+    """
     signature = inspect.signature(arguments)
     names, parameters = signature.parameters.keys(), list(signature.parameters.values())
     checked: Callable[..., Arguments] = drop_in(arguments)

@@ -104,7 +104,10 @@ def fitting_spec(
 def check_settings(
     engine: str, settings: Callable[[str, Any], Any], wanted: Mapping[str, Any]
 ) -> None:
-    """Raise unless every setting, by `settings(name, default)`, has the value without effect."""
+    """Raise if a setting of the engine's own loss differs from the value that has no effect.
+
+    settings: takes a name and a default, and returns the engine's value or this default.
+    """
     for name, value in wanted.items():
         if (chosen := settings(name, value)) != value:
             raise SpecError(
@@ -119,7 +122,10 @@ def sampled_logp(spec: LossSpec, logp: Tensor) -> dict[str, Any]:
 
 
 def mean_records(metrics: Metrics) -> dict[str, Stat]:
-    """The metrics that are means, as "policyloss/…"; an engine averages them over its calls."""
+    """The metrics that are means, as "policyloss/…".
+
+    An engine averages them over micro-batches, which would be wrong for counts, sums and extremes.
+    """
     return {f"{PREFIX}{key}": x for key, x in metrics.items() if isinstance(x, Stat)}
 
 

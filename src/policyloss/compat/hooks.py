@@ -51,7 +51,10 @@ def swap(package: str, pairs: Sequence[tuple[Any, Any]]) -> list[str]:
 
 
 class Patch:
-    """A change to an imported framework. pairs: (original, replacement); empty if not installed."""
+    """A change to an imported framework that can be undone.
+
+    pairs: the (original, replacement) functions; empty while the change is not installed.
+    """
 
     def __init__(self, package: str) -> None:
         self.package = package
@@ -82,11 +85,12 @@ def default_of(config: Any, option: str, otherwise: Any) -> Any:
 def check_advantages(
     name: str, loss: LossSpec | str, estimator: str | None, setting: str, fix: Callable[[str], str]
 ) -> None:
-    """Warn if the framework's advantages differ from those that define `loss`, or its preset.
+    """Warn if the framework's advantages differ from those that define `loss`.
 
-    name: the framework's name of the loss. estimator: its estimator in `policyloss.advantage`, or
-    None. setting: the option that chooses it, with its value. fix: returns the advice for an
-    estimator, or "" if the framework lacks it.
+    A variant of a preset is defined by the advantages of the preset. name: the framework's name of
+    the loss. estimator: the function of `policyloss.advantage` that computes the framework's
+    advantages, or None. setting: the option that chooses them, with its value. fix: returns the
+    advice for an estimator, or "" if the framework does not have it.
     """
     spec = as_spec(loss)
     preset, exact = nearest_preset(spec)

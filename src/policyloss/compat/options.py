@@ -25,9 +25,10 @@ NEVER = 1e9
 
 
 class Numbers(NamedTuple):
-    """The values of an option: its default, `also`, and the numbers in a slot of the loss, as
-    `form`: "plain", their "distance" from 1, a "pair" of bounds, or verl's bounds "joined" in a
-    text.
+    """The values of an option: its default, `also`, and the numbers in a slot of the loss.
+
+    form: "plain" numbers, with their "distance" from 1, as a "pair" of bounds, or as verl's bounds
+    "joined" in a text.
     """
 
     default: Any

@@ -24,7 +24,10 @@ EPSILON = 1e-8  # verl, OpenRLHF and ColossalChat add it to a count before divid
 @framework_part("aggregate", "parts")
 @dataclass(frozen=True)
 class GuardedSeqMeanTokenMean(SeqMeanTokenMean):
-    """`SeqMeanTokenMean` with `epsilon` added to every length: `1 / (B·(L_i + epsilon))`."""
+    """`SeqMeanTokenMean` with `epsilon` added to every length: `1 / (B·(L_i + epsilon))`.
+
+    verl, OpenRLHF and ColossalChat compute it so.
+    """
 
     epsilon: float
 
@@ -40,7 +43,10 @@ class GuardedSeqMeanTokenMean(SeqMeanTokenMean):
 
 
 def sample_mean(mask_dtype: torch.dtype) -> SeqMeanTokenMean:
-    """The mean over samples of their token means; epsilon changes a count in float64 only."""
+    """The mean over samples of their token means, as in OpenRLHF and ColossalChat.
+
+    These add an epsilon to a count in the mask's precision, where it changes only a float64 count.
+    """
     return GuardedSeqMeanTokenMean(EPSILON) if mask_dtype == torch.float64 else SeqMeanTokenMean()
 
 
@@ -50,8 +56,10 @@ def mask_or_all(mask: Tensor | None, like: Tensor) -> Tensor:
 
 
 def guard(mask: Tensor) -> float:
-    """The number that `mask.sum() + 1e-8` adds to a count: 1e-8 for a float64 mask. Another mask's
-    count is float32, where n + 1e-8 is n; there 1e-30 only keeps 0/0 from being NaN.
+    """The number that `mask.sum() + 1e-8` adds to a count.
+
+    For a float64 mask it is 1e-8. The count of any other mask (bool, integer, float32) is float32,
+    where n + 1e-8 is n; the guard then only keeps 0/0 from being NaN, as 1e-30 does.
     """
     return 1e-8 if mask.dtype == torch.float64 else 1e-30
 
@@ -108,7 +116,10 @@ def denominator(average: Any, mask: Tensor, cu_seqlens: Tensor | None = None) ->
 
 
 def slopes(reduction: Callable[[Tensor], Tensor], rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The factor of each number in `reduction`, a linear sum over the joined `rows`."""
+    """The factor of each number in an engine's sum over the joined `rows`, in the shapes of `rows`.
+
+    reduction: the engine's sum, which is linear in its numbers.
+    """
     numbers = torch.ones_like(torch.cat(list(rows))).detach().requires_grad_()
     with torch.enable_grad():
         (factors,) = torch.autograd.grad(reduction(numbers), numbers)

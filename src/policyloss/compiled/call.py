@@ -105,7 +105,10 @@ def tokens_and_totals(call: Call) -> tuple[Tokens, Totals | None]:
 
 
 class Results(NamedTuple):
-    """The loss of a call without a graph, its metrics, and `known` of `scale_known`."""
+    """The loss of a call without a graph, its metrics, and the gradients of its leaves.
+
+    known: the gradients, as the argument `known` of `scale_known`.
+    """
 
     loss: Tensor
     metrics: Metrics

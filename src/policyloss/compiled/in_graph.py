@@ -36,9 +36,10 @@ _places: dict[str, RecordPlaces] = {}
 
 
 def loss_in_graph(*arguments: Any) -> LossOutput | None:
-    """`policy_loss` as one node of the graph, from the arguments of `_results`; None for a call
-    that Dynamo must trace line by line: one with a user's callable, collectives, `extras`, or
-    invalid arguments (the traced code raises the error, and Dynamo passes it on).
+    """`policy_loss` as one node of the graph, from the arguments of `_results`.
+
+    None for a call that Dynamo must trace line by line: one with a user's callable, collectives,
+    `extras`, or invalid arguments (the traced code raises the error, and Dynamo passes it on).
     """
     results = _results(True, *arguments)
     return None if results is None else results[0]
@@ -118,8 +119,10 @@ def _node(
     names: Sequence[str],
     *tensors: Tensor,
 ) -> tuple[Tensor, ...] | None:
-    """The loss, packed metrics and, unless it is differentiable, gradients; None for a wrong call.
-    It runs on stand-ins for tensors, once for Dynamo and once for the compiler behind it.
+    """The loss, the packed metrics and, unless the loss is differentiable, its gradients.
+
+    None if the call is wrong. It runs on stand-ins for tensors, once for Dynamo and once for the
+    compiler behind it.
     """
     named = dict(zip(names, tensors, strict=True))
     logp = named["logp"]
@@ -157,9 +160,11 @@ FEWEST, MOST = 512, 4096
 
 
 class InTwoStages(TorchDispatchMode):
-    """A context in which every sum, maximum and minimum over all `n` tokens is taken as `[G, n/G] →
-    [G] → 0-dim`, which changes the rounding alone. If the number of rows is a symbol, each row is
-    one partial result; a pack of symbolic length, or without a divisor, is not split.
+    """A context in which every sum, maximum and minimum over all `n` tokens takes two stages.
+
+    The stages are `[G, n/G] → [G] → 0-dim`. The results are the same except for rounding. If the
+    number of rows is a symbol, each row is one partial result. A pack is not split if its length is
+    a symbol or has no suitable divisor.
     """
 
     def __init__(self, n: int) -> None:

@@ -166,7 +166,11 @@ def _refuse_invalid(out: LossOutput) -> LossOutput:
 
 
 def _copy_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy with its own code object: torch limits how often it recompiles each of them."""
+    """A copy with its own code object.
+
+    torch limits how often it recompiles each code object, and every spec would recompile a shared
+    one.
+    """
     copy = FunctionType(function.__code__.replace(), function.__globals__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

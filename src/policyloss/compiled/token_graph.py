@@ -21,7 +21,11 @@ class UnfitGraphError(Exception):
 
 
 def trace_graph(function: Callable[..., list[Tensor]], examples: Sequence[Tensor]) -> GraphModule:
-    """The operations of `function(*examples)`, run once on stand-ins that have no values."""
+    """The operations of `function(*examples)`.
+
+    The function runs once, on stand-ins that have shapes but no values, so it must not read a
+    value; it may use autograd.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with torch.no_grad(), tracing():

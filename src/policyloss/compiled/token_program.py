@@ -43,7 +43,12 @@ _NEUTRAL = {"sum": 0, "amax": -math.inf, "amin": math.inf}
 def _first_kernel(
     graph: TokenGraph, gradients: list[Node], by_rows: bool
 ) -> tuple[str, list[Node]]:
-    """The text of the pass over the tokens, after those that sum over rows; and its inputs."""
+    """The text of the first kernel, and its inputs.
+
+    For each sum over rows, in the order in which the sums are needed, the kernel makes a pass over
+    the tokens. The last pass writes the gradients and the partial sums. by_rows: whether a span is
+    a row.
+    """
     writer = Writer(graph)
     summed = [n.args[0] for n in graph.totals]
     everything = graph.dependencies([*gradients, *summed])
@@ -194,7 +199,10 @@ def _second_kernel(graph: TokenGraph, numbers: list[Node]) -> tuple[str, list[No
 
 
 class TokenKernels:
-    """The kernels of a graph; an `UnfitGraphError` if it does not fit. The first run compiles."""
+    """The kernels of a graph, which Triton compiles when they first run.
+
+    Raises `UnfitGraphError` if the graph does not fit.
+    """
 
     def __init__(self, module: GraphModule) -> None:
         graph = TokenGraph(module)
@@ -220,7 +228,10 @@ class TokenKernels:
         self.has_run = False
 
     def __call__(self, tensors: Sequence[Tensor], shape: torch.Size) -> list[Tensor]:
-        """The outputs [loss, packed, *gradients, *scale] of the graph, for tokens of this shape."""
+        """The outputs of the graph: [loss, packed, *gradients, *scale].
+
+        tensors: the arguments of the graph. shape: the shape of the tokens.
+        """
         n, device = math.prod(shape), tensors[0].device
         spans = shape[0] if self.by_rows else -(-n // SPAN)
         partial = torch.empty(self.partials * spans, dtype=torch.float32, device=device)

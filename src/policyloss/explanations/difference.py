@@ -28,7 +28,10 @@ class FieldChange(NamedTuple):
 
 
 class SlotChange(NamedTuple):
-    """A slot that differs: its two parts, their fields if both are of one kind, and the meaning."""
+    """A slot that differs: the part on each side, and the meaning of the change.
+
+    fields: the fields that differ, if both sides are parts of one kind.
+    """
 
     slot: str
     a: str
@@ -92,7 +95,10 @@ def diff(a: AnyLoss, b: AnyLoss) -> Difference:
 
 
 def entry(value: Any, where: str = "") -> Any:
-    """The entry of `value` in a table; None is "not set" if `where` names a horizon."""
+    """The entry of `value` in a table: a number as in formulas; other values unchanged.
+
+    where: the name of the value, such as "aggregate.horizon". A horizon of None is "not set".
+    """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return number(value)
     if value is None and where.rpartition(".")[2] == "horizon":

@@ -144,7 +144,10 @@ class Explanation:
 
 @dataclass(frozen=True)
 class MixtureExplanation:
-    """A mixture in words. `str()` returns a page of plain text, `to_dict()` JSON-ready data."""
+    """A mixture in words: its sum, and the explanation of each stream.
+
+    `str()` returns a page of plain text, `to_dict()` JSON-ready data.
+    """
 
     mixture: Mixture
     streams: dict[str, Explanation]

@@ -99,7 +99,10 @@ class CallableInSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class Formula:
-    """The lines of a loss in order, `loss` last, and the functions that symbols cannot follow."""
+    """The lines of a loss in the order they are computed; the last one is `loss`.
+
+    callables: functions whose formula could not be derived.
+    """
 
     lines: tuple[FormulaLine, ...]
     callables: tuple[CallableInSlot, ...] = ()
@@ -136,7 +139,10 @@ def formula(spec: LossSpec) -> Formula:
 
 
 def lines_by_slot(spec: LossSpec) -> dict[str, _Slot]:
-    """The lines and callables of each slot, in order; those of "loss" join and average them."""
+    """All lines of the formula in the order of their computation, and each slot's callables.
+
+    The lines of "loss" join the results of the slots, and average them.
+    """
     anchor = getattr(spec.ratio, "anchor", "old")
     return {
         "correction": _corrections(spec),

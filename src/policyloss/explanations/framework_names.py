@@ -15,7 +15,10 @@ from typing import NamedTuple
 
 
 class FrameworkNames(NamedTuple):
-    """The names of a part. needs: traits that must hold; one with a leading "-" must not."""
+    """The names of a part of a loss in frameworks.
+
+    what: a description of the part. needs: traits that must hold; one with a leading "-" must not.
+    """
 
     part: str
     what: str

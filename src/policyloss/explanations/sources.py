@@ -93,7 +93,10 @@ def _field(
 
 
 def _fields_with_a_row(part: Any, base: Preset | None, slot: str) -> list[Any]:
-    """The fields with a row: numbers with an effect, and choices that are set or sourced."""
+    """The fields that get a row: numbers that have an effect, and choices worth a row.
+
+    A choice is worth a row if it is not the default, or if it has a source.
+    """
 
     def worth(field: Any) -> bool:
         value = getattr(part, field.name)

@@ -40,7 +40,11 @@ def statistics_group(group: Any) -> Any:
 
 
 def outside_level() -> int:
-    """The `stacklevel` of a warning that points at the caller of this package, not at torch."""
+    """The `stacklevel` of a warning that should point at the line that called the package.
+
+    It counts the frames from the calling function up to the first one outside of this package and
+    of torch's decorators.
+    """
     level = 1
     while sys._getframe(level).f_globals.get("__name__", "").split(".")[0] in (
         "policyloss",
@@ -163,7 +167,8 @@ def least_of_largest(score: Tensor, tie: Tensor, k: Tensor, *groups: Any) -> tup
     """A threshold pair that the k largest pairs, and no others, reach (`reaches_threshold`).
 
     Its score is halfway between the k-th and the next score, because scores that are computed again
-    may differ in their last digits; it is the k-th pair if the two are equal. See `kth_largest`.
+    may differ in their last digits. If these two are equal, it is the k-th pair. Arguments as in
+    `kth_largest`.
     """
     (score, after), (tie, _) = (x.unbind() for x in _largest(score, tie, k, groups))
     middle = (score + after) / 2

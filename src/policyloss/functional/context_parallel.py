@@ -52,8 +52,10 @@ def checked_positions(positions: Tensor | None, tokens: Tensor, reader: str) -> 
 
 @dataclass(frozen=True)
 class _SortedTurns:
-    """Turns whose tokens are not neighbours, or lie on several ranks. runs: over this rank's
-    tokens, sorted by turn in `order`; masked tokens are in a run of their own. back: its inverse.
+    """Turns whose tokens are not neighbours, or lie on several ranks.
+
+    runs: over this rank's tokens, sorted by turn; masked tokens are in a run of their own. order:
+    the permutation that sorts the tokens. back: its inverse.
     """
 
     runs: Sequences
@@ -79,7 +81,10 @@ class _SortedTurns:
 
 
 class _Spans(NamedTuple):
-    """Intervals of positions without a gap, `first` to `last`. span_of: that of each item."""
+    """Intervals of positions without a gap, from `first` to `last` of a `sequence`.
+
+    span_of: the interval that each item is in.
+    """
 
     span_of: Tensor
     sequence: Tensor

@@ -41,7 +41,10 @@ def within(x: Tensor, low: float | None, high: float | None) -> Tensor:
 
 
 def nan_where_undecided(x: Tensor) -> Tensor:
-    """1, or NaN where `x` is: a token with NaN is neither kept nor dropped; the loss shows it."""
+    """The weight of tokens that were tested by `x`: 1, but NaN where `x` is NaN.
+
+    A token with NaN can be neither kept nor dropped, so the loss must become NaN.
+    """
     return torch.where(x.isnan(), x, 1)
 
 

@@ -37,7 +37,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def limbs(x: Tensor) -> Tensor:
-    """The limbs of each number, `[...]` → `[..., 3]`, rounded at 2⁻⁶¹; NaN if it is not finite."""
+    """The limbs of each number, `[...]` → `[..., 3]`.
+
+    Digits below 2⁻⁶¹ are rounded. The limbs of a number that is not finite are NaN.
+    """
     rest, parts = x.to(torch.float64), []
     for quantum in QUANTA:
         part = (rest / quantum).round() * quantum
@@ -79,7 +82,10 @@ def unit_of(top: Tensor) -> Tensor:
 
 
 def exact_sum(x: Tensor, *groups: Any) -> Tensor:
-    """`Σ x` over this rank and all groups, 0-dim, float64, detached; the same in any layout."""
+    """`Σ x` over this rank and the ranks of every group, 0-dim, float64, without a gradient.
+
+    The result has the same bits for every layout of the same numbers.
+    """
     flat = x.detach().reshape(-1).to(torch.float64)
     top = flat.abs().amax() if flat.numel() else flat.sum()
     shared = [group for group in groups if group is not None]
@@ -183,7 +189,10 @@ class Arithmetic:
     def step_share(
         self, x: Tensor, weight: Tensor, shared: Tensor | None, loss: Tensor, dp_size: float
     ) -> Tensor:
-        """The share of `loss = Σ weight·x·shared` in the step: `loss / dp_size`, 0-dim or limbs."""
+        """The part of the step's loss that this call adds: `loss / dp_size`.
+
+        loss: `Σ weight·x·shared`. The result is 0-dim, or limbs `[3]`, which records merge.
+        """
         loss = loss.detach()
         return loss if isinstance(dp_size, int) and dp_size == 1 else loss / dp_size
 

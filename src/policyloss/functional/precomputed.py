@@ -13,8 +13,10 @@ from policyloss.functional.triton_modules import kernels
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`once_differentiable`, without its cost unless `create_graph=True`: the gradients are
-    constants, so a second derivative would be wrong and is an error.
+    """`torch.autograd.function.once_differentiable`, without its cost where it has nothing to do.
+
+    The gradients are constants, so a second derivative would be wrong and is an error. Only a
+    backward with `create_graph=True` could need one.
     """
     refusing = torch.autograd.function.once_differentiable(backward)
 
@@ -52,7 +54,10 @@ class _KnownGradients(torch.autograd.Function):
 
 
 def _scaled_gradient(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x · factor` in `dtype`: over `x` if it has that dtype, else in one pass without a copy."""
+    """`x · factor` in `dtype`, written over `x` if it has that dtype.
+
+    Otherwise it is rounded in the same pass, so that there are never two float32 copies.
+    """
     if x.dtype == dtype and factor.device.type == "cpu" and factor == 1:
         return x
     out = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)

@@ -13,10 +13,12 @@ from policyloss.functional.precomputed import first_derivative_only
 
 
 class _BoundedExp(torch.autograd.Function):
-    """`exp(clamp(d))`, with its slope saved: the value inside the bounds, and 0 beyond.
+    """`exp(clamp(d))`, with its slope saved for the backward.
 
-    Saving it takes less memory than autograd's tensors. Without a (tight) clamp the value may
-    overflow; a token that a trust region cut off (gradient 0) then keeps 0 instead of 0·inf.
+    The slope is the value inside the bounds, and 0 beyond. Saving it takes less memory than the
+    tensors from which autograd would compute it. Without a (tight) clamp the value may
+    overflow; a token that a trust region cut off (gradient 0) then keeps gradient 0 instead of
+    0·inf.
     """
 
     @staticmethod
@@ -53,7 +55,10 @@ def bounded_exp(log_ratio: Tensor, limit: LogClamp) -> Tensor:
 
 
 def mean_log_ratio(first: Tensor, second: Tensor, mean: str) -> Tensor:
-    """The log of the "arithmetic" mean, `log((eᵃ + eᵇ) / 2)`, or "geometric", `(a + b) / 2`."""
+    """The logarithm of a mean of two ratios, from the logarithms a and b of the ratios.
+
+    mean: "arithmetic" for `log((eᵃ + eᵇ) / 2)`, "geometric" for `(a + b) / 2`.
+    """
     if mean == "geometric":
         return (first + second) / 2
     # Exactly 0 where both are 0, and finite wherever they are.

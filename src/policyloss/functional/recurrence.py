@@ -71,7 +71,10 @@ def linear_recurrence_reverse(x: Tensor, decay: Tensor) -> Tensor:
 
 
 def _by_place(x: Tensor) -> Tensor:
-    """A copy of `x` `[..., T]` as `[CHUNK, ..., ⌈T/CHUNK⌉]`, by the index in a chunk."""
+    """A copy of `x` `[..., T]` as `[CHUNK, ..., ⌈T/CHUNK⌉]`, filled up with zeros.
+
+    There is a row for each index within a chunk.
+    """
     missing = -x.shape[-1] % CHUNK
     filled = torch.nn.functional.pad(x, (0, missing)) if missing else x
     by_place = filled.reshape(*x.shape[:-1], -1, CHUNK).movedim(-1, 0)

@@ -23,7 +23,10 @@ from policyloss.functional.masking import accumulator_dtype, can_be_read, count,
 
 
 class _SegmentSum(torch.autograd.Function):
-    """`out[i] = x[offsets[i]:offsets[i+1]].sum()` without atomics; its adjoint is `_Spread`."""
+    """`out[i] = x[offsets[i]:offsets[i+1]].sum()`; its adjoint is `_Spread`.
+
+    There are no atomics, so the bits never vary.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
@@ -37,7 +40,10 @@ class _SegmentSum(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """`out[t] = s[ids[t]]`; its adjoint, `_SegmentSum`, has no atomics (a scatter-add does)."""
+    """`out[t] = s[ids[t]]`; its adjoint is `_SegmentSum`.
+
+    (The adjoint of plain indexing is a scatter-add, which uses atomics on a GPU.)
+    """
 
     @staticmethod
     def forward(ctx: Any, s: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
@@ -54,7 +60,8 @@ def segment_sum(x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
     """The sum of each segment of `x` `[N]`, differentiable, `[S]`.
 
     It is taken in float64 and rounded once, because a float32 count on a CPU would stop at 2²⁴. The
-    two casts stand outside the autograd function, inside which torch 2.11 compiled them wrongly.
+    two casts stand outside the autograd function, inside which torch 2.11 compiled them to a wrong
+    gradient.
     """
     total: Tensor = _SegmentSum.apply(x.to(accumulator_dtype(x.device)), offsets, ids)  # type: ignore[no-untyped-call]
     return total.to(sum_dtype(x))
@@ -79,7 +86,10 @@ class _AllReduceSum(torch.autograd.Function):
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: Tensor, called: str = "tokens") -> None:
-    """Raise unless `tokens` (`called`) are `[N]` and `cu_seqlens` rises to N; no sync."""
+    """Raise unless `tokens` are packed `[N]` and `cu_seqlens` `[S+1]` rises from 0 to N.
+
+    Values are read only on a CPU (no sync). called: the name of the tokens in errors.
+    """
     check_tensor("cu_seqlens", cu_seqlens, "any")
     if tokens.dim() != 1:
         raise InputError(

@@ -33,8 +33,10 @@ def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
 def _clip_formula(
     r: Tensor, a: Tensor, low: float, high: float, cap: float | None, dual: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`max(-A·min(r, cap), -A·clip(r, low, high))`, at most `dual·|A|`, which binds only where A <
-    0. The second result is `-A·r`, the loss without limits, the third `-A`.
+    """`max(-A·min(r, cap), -A·clip(r, low, high))`, and at most `dual·|A|`.
+
+    The dual bound binds only where A < 0, because the rest is ≤ 0 elsewhere. The second result is
+    `-A·r`, the loss without limits; the third is `-A`.
     """
     push = -a
     free = push * r
@@ -46,7 +48,10 @@ def _clip_formula(
 
 
 class _Clipped(torch.autograd.Function):
-    """`_clip_formula` with its slope in r saved; autograd would save six tensors to compute it."""
+    """`_clip_formula` with its slope in r: −A where the loss equals −A·r, else 0.
+
+    The slope is saved for the backward; autograd would save six tensors to compute it again.
+    """
 
     @staticmethod
     def forward(

@@ -95,8 +95,10 @@ class BackwardInputs:
 
 
 def gradients_by_columns(inputs: BackwardInputs) -> HeadGradients:
-    """Compute the logits again, for all rows and some vocabulary entries at a time. This uses the
-    least memory of all plans: an entry's gradient is one product. Only `dhidden` is summed.
+    """Compute the logits again, for all rows and some vocabulary entries at a time.
+
+    This uses the least memory of all plans: the gradient of an entry is one product. Only `dhidden`
+    is summed, in float32.
     """
     head, wanted, columns = inputs.head, inputs.wanted, inputs.plan.columns
     teacher = inputs.teacher_columns()
@@ -129,7 +131,10 @@ def gradients_by_columns(inputs: BackwardInputs) -> HeadGradients:
 
 
 def gradients_in_parts(inputs: BackwardInputs) -> HeadGradients:
-    """The gradients in the exact mode: products have the other plans' shapes, a tile by a part."""
+    """Compute the gradients in the exact mode, one part of the vocabulary at a time.
+
+    Each product has the shape that it has in the other plans: a tile of rows by a part.
+    """
     head, wanted, index, s = inputs.head, inputs.wanted, inputs.index, inputs.statistics
     tiles, w = head.tiles, head.weight
     assert tiles is not None
@@ -243,7 +248,10 @@ class GradientSums:
         derivatives: Derivatives,
         source: Tensor | None,
     ) -> None:
-        """Add rows with the logits `z[source]` (None: all of z), multiplied at once or later."""
+        """Add the gradient of rows with the logits `z[source]`; a source of None means all of z.
+
+        The gradient is multiplied at once, or later together with the gradients of other windows.
+        """
         if self.kept is None:
             z = z if source is None else z[source]
             scale = half_scale(rows.hidden.dtype, *derivatives)
@@ -310,7 +318,11 @@ class GradientSums:
 
 
 def _one_index(places: list[Index], ids: Tensor) -> Index:
-    """The rows of windows as one index: a slice if each begins where the last ends, or a tensor."""
+    """The rows of several windows as one index.
+
+    It is a slice if each window begins where the one before it ends, otherwise an index tensor on
+    the device of `ids`.
+    """
     slices = [at for at in places if isinstance(at, slice)]
     if len(slices) == len(places) and all(a.stop == b.start for a, b in itertools.pairwise(slices)):
         return slice(slices[0].start, slices[-1].stop)
@@ -319,16 +331,20 @@ def _one_index(places: list[Index], ids: Tensor) -> Index:
 
 
 def keep_probabilities(z: Tensor, out: Tensor, rows: HeadRows, s: Statistics) -> None:
-    """Write `p / temperature` to `out` in its type. Rounded probabilities are as good as a rounded
-    gradient; an error of 0.1 in a rounded logit would be 10 % of p.
+    """Write `p / temperature` to `out` in its type.
+
+    This is the gradient of −logp, except at the target. Rounded probabilities are as good as a
+    rounded gradient. Rounded logits would not be: an error of 0.1 in a logit is 10 % of p.
     """
     nowhere, one = torch.full_like(rows.ids, -1), torch.ones_like(s.lse)
     row_gradient(z, out, nowhere, s, -one, None, rows.scaling)
 
 
 def gradients_from_stash(inputs: BackwardInputs) -> HeadGradients:
-    """The gradients from the stash of the forward; the gradient of the logits overwrites it.
-    Forward and backward take three matmuls, and the teacher's.
+    """The gradients from the stash of the forward.
+
+    The gradient of the logits overwrites the probabilities. Forward and backward together take
+    three matmuls, plus those of the teacher.
     """
     head, wanted = inputs.head, inputs.wanted
     rows, s, derivatives = inputs.select()
@@ -370,7 +386,10 @@ def _times_rows(x: Tensor, of_rows: Tensor | None) -> Tensor:
 def _probabilities_to_gradients(
     stash: Tensor, rows: HeadRows, s: Statistics, dlogp: Tensor | None, dentropy: Tensor | None
 ) -> None:
-    """Turn the kept q = p/temperature into dz, in place; an id's entry comes from its logp."""
+    """Turn the kept probabilities of all rows, q = p/temperature, into dz, in place.
+
+    The entry of each row's id comes from its exact log-probability.
+    """
     dlogp = torch.zeros_like(s.lse) if dlogp is None else dlogp
     t = rows.scaling.inverse_temperature
     rate = t if isinstance(t, Tensor) else torch.full_like(s.lse, t)

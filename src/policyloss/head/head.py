@@ -117,7 +117,10 @@ class Head:
         return self.vocabulary.merge(partials, rows.ids, z.shape[1])
 
     def merge(self, windows: Sequence[tuple[Tensor, Partials | Tensor]]) -> Partials:
-        """The partials of all windows; merging once launches fewer kernels than per window."""
+        """The partials of all windows.
+
+        Merging once launches fewer kernels than merging per window.
+        """
         tiles = self.tiles
         if tiles is None:
             return concatenate([p for _, p in windows if isinstance(p, Partials)])
@@ -139,8 +142,11 @@ class Head:
 
 
 class HeadRows(NamedTuple):
-    """Some rows of a head. hidden: `[R, D]`. ids: `[R]`, from this rank's first entry. kept: the
-    entries that the rows are normalised over; None for all. compared: with their teacher.
+    """Some rows of a head.
+
+    hidden: `[R, D]`. ids: `[R]`, counted from this rank's first entry. scaling: the scaling of the
+    rows' logits. kept: the entries that the rows are normalised over; None for all. compared: the
+    comparison with the rows' teacher; None without one.
     """
 
     hidden: Tensor
@@ -172,7 +178,10 @@ class HeadRows(NamedTuple):
         derivatives: Derivatives,
         source: Tensor | None = None,
     ) -> None:
-        """Write the gradient of z to `out`, which may share its memory. source: rows of z."""
+        """Write the gradient of the logits z to `out`, which may share the memory of z.
+
+        source: for each of the rows, the row of z that holds its logits; None if they are the same.
+        """
         dlogp, dentropy, *ddivergence = derivatives
         if self.compared is not None and ddivergence[0] is not None:
             self.compared.write_gradient(z, out, self, s, derivatives)
@@ -221,8 +230,10 @@ def operands(
 
 
 def half_scale(dtype: torch.dtype, *derivatives: Tensor | None) -> float:
-    """A power of two that brings float16 derivatives near 1, because the 1/N of a mean would vanish
-    below its smallest number; 1 for other types. Reads a number back to the host.
+    """A power of two that brings derivatives near 1, for float16; 1 for other types.
+
+    The 1/N of a mean would vanish below the smallest number of float16. This reads a number back to
+    the host.
     """
     if dtype != torch.float16:
         return 1.0

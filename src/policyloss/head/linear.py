@@ -94,7 +94,10 @@ HEAD_OPTIONS = ("bias", "temperature", "softcap", "vocab_group", "support", "ind
 def rows_with_gradient(
     sources: Sources, head: Head, mask: Tensor | None, plan: str | Plan, outputs: Outputs
 ) -> Any:
-    """logp, entropy and divergence of every row of `head`, flat; None if not wanted."""
+    """logp, entropy and divergence of every row, flat, each with its gradient.
+
+    One that is not wanted is None. head: the head of `sources`.
+    """
     valid = validate.check_mask(mask, head.ids.view(sources[0].shape[:-1]))
     index = live_rows(valid)
     chosen = logprob_plan(head, work_of(sources, head, index, outputs), plan)

@@ -173,7 +173,10 @@ def _concatenate(parts: list[Tensor]) -> Tensor:
 def _restricted_matrices(
     logits: Tensor, support: Support | None
 ) -> Iterator[tuple[Tensor, slice, Tensor]]:
-    """The matrices of `logits` (with a support, restricted copies), their rows, and their place."""
+    """The matrices of `logits`, each with its slice of all rows, and the part of `logits` it shows.
+
+    With a support, the matrices are copies of some rows, without the entries outside the support.
+    """
     if support is None:
         for z, at in _matrices(logits):
             yield z, at, z

@@ -186,9 +186,10 @@ def _inputs(
 class _HeadLoss:
     """A loss on the log-probabilities of a head.
 
-    rows: the mask of the head's rows. inputs: of `policy_loss`, with zeros for logp. step: None if
-    this call is the whole step. stand_in: the word that old_logp was given as, None for a tensor.
-    skip: compute only the tokens that may have a gradient.
+    sources: hidden, weight and bias with their gradients. rows: the mask of the head's rows.
+    inputs: of `policy_loss`, with zeros for logp. step: the totals, None if this call is the whole
+    step. stand_in: the word that old_logp was given as, None for a tensor. skip: whether to compute
+    only the tokens that may have a gradient.
     """
 
     spec: LossSpec | Mixture

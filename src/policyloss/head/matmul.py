@@ -24,7 +24,10 @@ def sums_half_in_float32(a: Tensor) -> bool:
 
 
 def _needs_alignment(a: Tensor) -> bool:
-    """Whether sizes that are no multiple of 8 slow products up to eight times: half on CUDA."""
+    """Whether sizes that are not a multiple of 8 make products slow: for half precision on CUDA.
+
+    Such products take up to eight times as long.
+    """
     return a.device.type == "cuda" and a.element_size() == 2
 
 
@@ -35,8 +38,10 @@ def _cut(size: int) -> tuple[slice, slice] | None:
 
 
 def product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """`out = a @ b`, `[m, k]`, `[k, n]` → `[m, n]`, in out's precision, float32 for half-precision
-    operands. A vocabulary of 50257 entries is multiplied as 50240 and 17.
+    """`out = a @ b`, `[m, k]`, `[k, n]` → `[m, n]`.
+
+    The sums have the precision of `out`, or float32 for half-precision operands. A vocabulary of
+    50257 entries is multiplied as 50240 and 17.
     """
     if _needs_alignment(a):
         if (cut := _cut(a.shape[0])) is not None:
@@ -116,8 +121,10 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None
 
 
 class Room:
-    """Memory for one window of logits, which their gradient then overwrites. Each row starts at a
-    multiple of 256 bytes, whatever the vocabulary.
+    """Memory for one window of logits, which their gradient then overwrites.
+
+    The logits are not needed once their gradient exists. Each row starts at a multiple of 256
+    bytes, whatever the vocabulary.
     """
 
     def __init__(self, rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> None:

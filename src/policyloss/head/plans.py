@@ -137,8 +137,11 @@ class Plan:
 
 
 class Work(NamedTuple):
-    """The work of a call: the gradients it needs, the rows it has, computes and differentiates, and
-    the teacher. logp: whether it returns logp. longest: rows of the longest sequence in a window.
+    """The work of a call: the gradients it needs, its rows, and the teacher of the rows.
+
+    tokens, computed, with_gradient: how many rows the call has, computes and differentiates. logp:
+    whether it returns the log-probabilities. longest: the number of rows of the longest sequence
+    that a window must hold.
     """
 
     wanted: GradientTypes
@@ -367,7 +370,10 @@ def _complete_plan(head: Head, work: Work, plan: Plan) -> Plan:
 
 
 def _free(head: Head) -> int:
-    """Free memory; of several ranks, the least, because all must choose the same plan."""
+    """Free memory; with a vocabulary over several ranks, that of the rank with the least.
+
+    All ranks must choose the same plan.
+    """
     return free_bytes(head.hidden) if head.vocabulary.free is None else head.vocabulary.free
 
 

@@ -80,7 +80,10 @@ class Partials(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Statistics of rows `[R]`: the id's logp, the entropy (None: not wanted), lse = log Σ eˢ."""
+    """Statistics of rows, `[R]` each.
+
+    logp: of the row's id. entropy: None if not wanted. lse: log Σ eˢ.
+    """
 
     logp: Tensor
     entropy: Tensor | None
@@ -163,8 +166,10 @@ def row_gradient(
 
 
 def target_gradient(logp: Tensor, dlogp: Tensor, spread: Spread | None) -> Tensor:
-    """`dlogp·(1−p) − dentropy·p·(log p + entropy)`, the entry of each row's id in ds, from its
-    exact log-probability: p computed from the logit would round 1−p away. `[R]`.
+    """The entry of each row's id in ds, from the exact log-probability of the id. `[R]`.
+
+    It is `dlogp·(1−p) − dentropy·p·(log p + entropy)`. A model is sure of most tokens: p computed
+    from the logit would round 1−p away.
     """
     d = -dlogp * torch.expm1(logp)
     if spread is None:

@@ -60,8 +60,10 @@ class Sampled(NamedTuple):
 
 
 class Bags(NamedTuple):
-    """Entries in bags, each a stretch of `members` and `weights` `[E]`, with its place in the
-    result, its first entry and its number of entries. long: how many have more than `LONG`.
+    """Entries in bags: each bag is a stretch of `members` and `weights` `[E]`.
+
+    at, starts, counts: the place of each bag in the result, its first entry and its number of
+    entries. long: how many bags have more than `LONG` entries.
     """
 
     members: Tensor

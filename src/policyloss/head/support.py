@@ -27,7 +27,10 @@ class KeptEntries(NamedTuple):
     columns: Tensor
 
     def restrict(self, z: Tensor, start: int = 0) -> None:
-        """Replace all other logits of z `[R, V]` by `ABSENT`. start: the column it begins with."""
+        """Replace every other logit of z `[R, V]` by `ABSENT`, so that its exponential is 0.
+
+        start: the vocabulary entry of the first column of z.
+        """
         columns = self.columns - start
         here = (columns >= 0) & (columns < z.shape[1])
         place = self.rows[here], columns[here]
@@ -44,7 +47,10 @@ class Support(NamedTuple):
 
     @classmethod
     def of(cls, support: Any, tokens: Tensor) -> Support | None:
-        """The argument `support`, checked but for the values of ids; waits for the device."""
+        """The argument `support`, for `tokens` (one id each); all but the values of ids is checked.
+
+        This waits for the device that the offsets are on.
+        """
         if support is None:
             return None
         if not isinstance(support, (tuple, list)) or len(support) != 2:
@@ -77,7 +83,11 @@ class Support(NamedTuple):
         return KeptEntries(rows, self.ids[place] - first)
 
     def faults(self, ids: Tensor, valid: Tensor | None, size: int) -> Tensor:
-        """Count tokens outside their support, and its ids outside the vocabulary. `[2]`"""
+        """Count the tokens outside their own support, and the support's ids outside the vocabulary.
+
+        ids, valid: the flattened token ids and their mask. size: the size of the vocabulary.
+        Returns two integers on the device, `[2]`.
+        """
         at = torch.repeat_interleave(self.offsets.diff(), output_size=self.ids.shape[0])
         hits = torch.zeros_like(ids).index_add_(0, at, (self.ids == ids[at]).to(torch.int64))
         outside = hits == 0 if valid is None else valid & (hits == 0)

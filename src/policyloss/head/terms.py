@@ -24,7 +24,11 @@ from policyloss.head.validate import check_mask, inverse_temperature
 
 
 class Terms(NamedTuple):
-    """Terms, sorted by their rows: the index of each in the call `[M]`, and one segment per row."""
+    """Terms, sorted by the row that they read.
+
+    order: the index of each sorted term in the call, `[M]`. rows: the sorted terms as segments, one
+    per row.
+    """
 
     order: Tensor
     rows: Sequences

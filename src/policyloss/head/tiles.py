@@ -175,7 +175,10 @@ class Tiles(NamedTuple):
             rows.copy_(tree(share, 0, len(self.parts))[: rows.shape[0]])
 
     def merge(self, table: Tensor, ids: Tensor, vocabulary: Vocabulary) -> Partials:
-        """Merge `partials` of this rank's parts to complete rows. ids: from this rank's first."""
+        """Merge the partials of this rank's parts into partials of complete rows.
+
+        table: the result of `partials`. ids: `[R]`, counted from this rank's first entry.
+        """
         if vocabulary.group is not None:
             table = torch.cat(all_gather(table, vocabulary.group))
         maxima, sums, targets = table[:, 0], table[:, 1], table[:, 2]

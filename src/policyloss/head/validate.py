@@ -22,7 +22,10 @@ from policyloss.tokens import checked_mask
 
 
 def check_ids(ids: Any, of: str, x: Tensor) -> None:
-    """Raise unless `ids` are integers on the device of x `[..., D]`, called `of`, one per token."""
+    """Raise unless `ids` are integers on the device of x `[..., D]`, one per token.
+
+    of: the name of x in errors.
+    """
     refuse_transforms()
     check_tensor("ids", ids, "integer", (of, x))
     if ids.shape != x.shape[:-1]:
@@ -39,8 +42,10 @@ def unusable_temperatures(rate: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def value_summary(head: Head, valid: Tensor | None) -> Tensor:
-    """The lowest and the highest id at valid positions, on the device; with a support, its faults;
-    and if each token has a temperature, the number of valid ones that are not positive.
+    """The lowest and the highest id at valid positions, as integers on the device.
+
+    With a support, its faults follow. If each token has a temperature, also the number of
+    temperatures at valid positions that are not positive.
     """
     if head.ids.numel() == 0:
         return head.ids.new_zeros(5)
@@ -90,8 +95,10 @@ def _first_place(rows: Tensor, head: Head) -> int:
 
 
 def read_later(x: Tensor) -> Callable[[], Any]:
-    """A function that returns the numbers in `x`, as `x.tolist()` does. They are sent to the host
-    now, and only the function waits for them.
+    """A function that returns the numbers in `x`, as `x.tolist()` does.
+
+    They are sent to the host now; only the function waits for them, so the device can get work
+    first.
     """
     if x.device.type != "cuda":
         return x.tolist
@@ -111,7 +118,10 @@ _streams: dict[torch.device, Any] = {}
 
 @contextmanager
 def side_stream(moment: Any, device: torch.device) -> Iterator[None]:
-    """Run on a side stream that waits only for work before the event `moment` (None off CUDA)."""
+    """Run on a side stream that waits only for work queued before `moment`.
+
+    moment: an event of the current stream; None off CUDA, where nothing is queued.
+    """
     if moment is None:
         yield
         return
@@ -136,7 +146,10 @@ def check_mask(mask: Tensor | None, tokens: Tensor) -> Tensor | None:
 def inverse_temperature(
     temperature: float | Tensor, tokens: tuple[int, ...], x: Tensor
 ) -> float | Tensor:
-    """`1 / temperature`: a number, or one per token, flat, whose values `value_summary` checks."""
+    """`1 / temperature`: a number, or one per token in the dtype of logits from x, flat.
+
+    The values of a tensor are checked by `value_summary`.
+    """
     if isinstance(temperature, Tensor):
         elsewhere = temperature.dim() > 0 or temperature.is_meta
         check_tensor("temperature", temperature, like=("the logits", x) if elsewhere else None)
@@ -168,7 +181,10 @@ def check_softcap(softcap: float | None) -> None:
 
 
 def check_matrices(hidden: Any, weight: Any, bias: Any, of: str = "") -> None:
-    """Raise unless `[..., D]`, `[V, D]` and `[V]` fit together. of: the prefix of their names."""
+    """Raise unless `hidden [..., D]`, `weight [V, D]` and `bias [V]` fit together.
+
+    of: the prefix of their names in errors.
+    """
     of_hidden, of_weight, of_bias = f"{of}hidden", f"{of}weight", f"{of}bias"
     for name, x in ((of_hidden, hidden), (of_weight, weight), (of_bias, bias)):
         if hasattr(x, "full_tensor"):

@@ -34,7 +34,10 @@ class Vocabulary(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, group: Any, tokens: int, free: Callable[[], int]) -> Vocabulary:
-        """The vocabulary of shards `weight` `[V_r, D]` of any size, in the order of ranks."""
+        """The vocabulary of which this rank holds the shard `weight` `[V_r, D]`.
+
+        Shards follow each other in the order of ranks, and need not have the same size.
+        """
         if group is None:
             return cls(weight.shape[0], weight.shape[0])
         here = torch.tensor([weight.shape[0], tokens, free()], device=weight.device)

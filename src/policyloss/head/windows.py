@@ -33,10 +33,13 @@ from policyloss.totals import Totals
 
 
 class Window(NamedTuple):
-    """Some tokens of a batch. rows: the `size` tokens with logits, of which the first `moved` may
-    have a gradient. tokens: all positions that the loss reads, masked ones included; place: the
-    indices of the rows in `tokens`; cu_seqlens: the bounds of their sequences; None if every token
-    is a row and needs no other. terms: of shared rows; they are the `tokens`.
+    """Some tokens of a batch.
+
+    rows: the `size` tokens with logits. moved: the number of rows that may have a gradient; they
+    come first. tokens: all positions that the loss reads, masked positions included. place: the
+    indices of the rows in `tokens`. cu_seqlens: the bounds of the sequences in `tokens`. These
+    three are None if every token is a row and needs no other token. terms: with shared rows, their
+    terms, which are the `tokens`.
     """
 
     rows: Index
@@ -55,12 +58,13 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """The tokens of one call, the corrections' weight and the average's weight (0-dim, or
-    token-shaped) known beforehand.
+    """The tokens of one call, with the corrections' weight and the average's weight.
 
-    step: None if this call is the whole step. weight: None without a correction, or if one reads
-    logp; then `corrections` hold the results of the others for the batch. live: the tokens that may
-    have a gradient, flat bool. stand_in: the word that old_logp was given as, None for a tensor.
+    These weights are known before the logits; they are 0-dim or token-shaped. step: the caller's
+    totals, None if this call is the whole step. weight: None without a correction, or if a
+    correction reads logp. corrections: of the spec, in its order; if one reads logp, the others
+    hold their result for the batch. live: the tokens that may have a gradient, flat bool. stand_in:
+    the word that old_logp was given as, None for a tensor.
     """
 
     spec: LossSpec
@@ -73,7 +77,10 @@ class TokenBatch:
 
     @cached_property
     def average(self) -> Tensor:
-        """The weight of each token, computed when a matmul keeps the device busy."""
+        """The weight of each token in the average.
+
+        Computed at the first use: by then the device has a matmul to work on.
+        """
         t = self.tokens
         weight: Tensor = self.spec.aggregate(t.with_totals(self.step))
         return weight if weight.dim() == 0 else weight.broadcast_to(t.mask.shape)
@@ -214,7 +221,10 @@ def entropy_has_slope(spec: LossSpec) -> bool:
 
 @dataclass(frozen=True)
 class _SingleTokens(Sequences):
-    """Tokens from anywhere in the batch: a part that reads sequences needs a larger reach."""
+    """The layout of tokens from anywhere in the batch.
+
+    A part that reads sequences needs a larger reach.
+    """
 
     def _refuse(self, x: Tensor) -> NoReturn:
         raise InputError(
@@ -282,7 +292,10 @@ def token_windows(head: Head, batch: AnyBatch, work: Work, rows: int) -> list[Wi
 
 
 def sequence_windows(batch: AnyBatch, work: Work, rows: int) -> list[Window]:
-    """Complete sequences, first the ones with a gradient, as many per window as fit `rows`."""
+    """Complete sequences, first the ones with a gradient; a window holds as many as fit `rows`.
+
+    This reads the lengths back to the host.
+    """
     t = batch.tokens
     per_sequence = t.sequences.sum(batch.live.view(t.mask.shape))
     offsets = t.sequences.offsets

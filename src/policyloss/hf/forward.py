@@ -73,7 +73,9 @@ def run_forward(
 @torch.no_grad()
 def _observe(model: Any, head: nn.Module, forward: Callable[[], Any]) -> Transformation:
     """The transformation of the logits, by running the model with a head that returns known logits.
-    The random state is restored. A row also checks that the head is `hidden @ weight.T + bias`.
+
+    The random state is restored. A row of hidden states also checks that the head computes
+    `hidden @ weight.T + bias`.
     """
     probes: list[Tensor] = []
     own_head = head.forward
@@ -189,7 +191,10 @@ _tried: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
 
 
 def left_padded_positions(attention_mask: Tensor) -> Tensor | None:
-    """Positions `[B, T]` from each row's first token; None if no row is padded on the left."""
+    """The positions of tokens, `[B, T]`, if some row has its padding on the left.
+
+    Counting the row's entries would be wrong there. None leaves the positions to the model.
+    """
     live = attention_mask.bool()
     if bool(live[:, 0].all()):
         return None

@@ -86,7 +86,10 @@ class ModelCall:
         return cls(model, inputs, ids.reshape(-1) if packed else ids, row, cu_seqlens, tried)
 
     def predicting(self, x: Tensor) -> Tensor:
-        """The rows of x that predict `ids`, `[B, T, X]` → `[B, n, X]`; with an index, all."""
+        """The rows of x that predict `ids`: `[B, T, X]` → `[B, n, X]`; with an index, all rows.
+
+        x: one row per input token.
+        """
         if x.shape[:2] != self.inputs["input_ids"].shape:
             raise InputError(
                 f"{type(language_model(self.model)).__name__} has {tuple(x.shape)} before its head "
@@ -100,7 +103,10 @@ class ModelCall:
         return kept if self.cu_seqlens is None else kept.reshape(-1, x.shape[-1])
 
     def check_tensors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """The tensors, checked to belong to the predicted tokens; of a pack, flat."""
+        """The tensors of a call, checked to belong to the predicted tokens.
+
+        Those of a pack are flat, with the `cu_seqlens` that belong to them.
+        """
         if self.index is not None:  # the head checks the shapes of terms
             return dict(tensors)
         for name, x in tensors.items():
@@ -126,7 +132,11 @@ class ModelCall:
         parts: Matrices,
         known: Transformation,
     ) -> dict[str, Any]:
-        """The arguments of a fused head; of a vocabulary that is a DTensor, the local entries."""
+        """The arguments of a fused head that come from the model.
+
+        If the vocabulary is split over ranks into a DTensor, the weight holds the rank's own
+        entries.
+        """
         weight: Any = parts.weight
         if vocab_group is not None and hasattr(weight, "to_local"):
             weight = weight.to_local()

@@ -172,9 +172,11 @@ Product = Callable[[Tensor, Matrices], Tensor]
 
 
 def with_matrices(head: Any, hidden: Tensor, use: Product) -> Tensor:
-    """`use(hidden, matrices)` with the hidden states and matrices that the head multiplies; the
-    gradient reaches all its parameters. The modules with the weights of an adapted head are called
-    around `use`, so that an engine that gathers by calls (ZeRO-3) has gathered all weights.
+    """`use(hidden, matrices)` with the hidden states and matrices that the head multiplies.
+
+    The gradient reaches all parameters of the head. The modules that hold the weights of an adapted
+    head are called around `use`, so that an engine that gathers a weight when its module is called
+    (ZeRO-3) has gathered all weights.
     """
     if hasattr(head, "modules_to_save") and hasattr(head, "original_module"):
         return _of_copy(head, hidden, use)

@@ -45,7 +45,10 @@ def known_horizon(part: _OverHorizon) -> float:
 
 
 class _Average:
-    """Base of the averages. words: for a sentence. average: of `{x}`, for a formula."""
+    """Base of the averages.
+
+    words: the average in a sentence. average: the average of `{x}` in a formula.
+    """
 
     words: ClassVar[str]
     average: ClassVar[str]

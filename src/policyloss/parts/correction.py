@@ -464,8 +464,10 @@ VARIANTS = (
 
 
 class Combined(NamedTuple):
-    """All corrections together. keep: the tokens that no correction rejects. verdicts: the tokens
-    that each correction keeps, by its name. statistics: the batch-wide numbers used.
+    """All corrections together.
+
+    weight: the factor of the policy term. keep: the tokens that no correction rejects. verdicts:
+    the tokens that each correction keeps, by its name. statistics: the batch-wide numbers used.
     """
 
     weight: Tensor | None
@@ -475,7 +477,11 @@ class Combined(NamedTuple):
 
 
 def combine(corrections: tuple[Any, ...], t: Tokens, group: Any = None) -> Combined:
-    """Apply all corrections but `SelfNormalise`. group: ranks that share batch-wide numbers."""
+    """Apply every correction of a spec to `t`.
+
+    group: the ranks that share batch-wide numbers. `SelfNormalise` is left out: it is applied after
+    rejected tokens have left the mask.
+    """
     weight: Tensor | None = None
     keep: Tensor | None = None
     verdicts: dict[str, Tensor] = {}

@@ -89,7 +89,10 @@ class Gate(NamedTuple):
 
 
 def older_by_position(newer: tuple[Any, ...], older: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The `vllm_is_*` arguments that arrive as the first three of `newer`, up to 0.11.1."""
+    """The `vllm_is_*` arguments of a call by position, in the order of OpenRLHF up to 0.11.1.
+
+    The sixth argument of such a call is a bool, and they arrive as the first three of `newer`.
+    """
     enable, threshold, kind, fourth = newer
     if older != (None, None, None) or fourth != NEWER_DEFAULTS[3]:
         raise SpecError(

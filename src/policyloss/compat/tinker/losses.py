@@ -63,8 +63,10 @@ def loss(
 
 
 class StepLoss:
-    """A function of `(data, logprobs)`: the loss and its metrics as floats. totals: of the step;
-    None if each call is a step. metrics: those of all calls so far, merged.
+    """A function of `(data, logprobs)` that returns the loss and its metrics as floats.
+
+    totals: the counts of the step; None if each call is a step. metrics: the metrics of all calls
+    so far, merged.
     """
 
     def __init__(self, spec: LossSpec, totals: Totals | None, level: MetricsLevel) -> None:

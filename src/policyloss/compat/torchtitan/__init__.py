@@ -29,7 +29,7 @@ LOSS = "torchtitan.components.loss"
 
 
 def checked_spec(loss: str) -> LossSpec:
-    """The preset, or the spec in this JSON file; an error if torchtitan cannot run it."""
+    """The preset or the JSON file `loss` as a spec; an error if torchtitan cannot run it."""
     passes = ("old_logp", "rollout_logp")
     spec, limits = as_spec(read_loss(loss)), {"sampler_is_old": True, "single_tokens": True}
     return fitting_spec("torchtitan", spec, passes, (TokenMean,), **limits)

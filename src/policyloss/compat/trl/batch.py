@@ -69,7 +69,10 @@ def head_loss(
     totals: Totals | Literal["local"],
     **options: Any,
 ) -> HeadOutput:
-    """`batch_loss` in one pass, from the hidden states `[B, T, D]`. options: of the head."""
+    """`batch_loss` from hidden states in one pass: the loss with its gradient.
+
+    hidden: `[B, T, D]`, the states that predict the completion. options: the options of the head.
+    """
     _check_inputs(inputs, ("ids", ids))
     arguments = _arguments(spec, inputs, "current", None)
     return linear_policy_loss(
@@ -83,7 +86,11 @@ def _arguments(
     on_policy: Tensor | Literal["current"],
     keep: Tensor | None,
 ) -> dict[str, Any]:
-    """The arguments of `policy_loss` without logp. on_policy: old_logp if the batch has none."""
+    """The arguments of `policy_loss` without logp.
+
+    on_policy: the old log-probabilities of a batch that has none. keep: the tokens that keep a
+    policy term; None for all.
+    """
     spec = ready_spec(spec)
     old, sampling = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
     old = on_policy if old is None else old
@@ -120,7 +127,10 @@ def _check_inputs(inputs: Mapping[str, Any], like: tuple[str, Tensor]) -> None:
 
 
 def _on_engine_logp(part: Any, sampling: Tensor | None) -> Any:
-    """`part`; in an `OPSM` on the engine's logp, a token without a score has no drift."""
+    """`part`, changed if it is an `OPSM` on the engine's log-probabilities.
+
+    A token without a score then has no drift, instead of the drift from old_logp.
+    """
     if sampling is None or not isinstance(part, OPSM) or part.source != "rollout":
         return part
 

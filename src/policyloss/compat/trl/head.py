@@ -32,8 +32,10 @@ OURS = {"log_probs", "entropy"}  # outputs of the head of this library
 
 @dataclass(eq=False)
 class OnePass:
-    """A loss that the head computes in the next fused forward. score: takes `(hidden, weight, ids,
-    bias=, temperature=, softcap=)` of the last `count` tokens of each row. loss: its result.
+    """A loss that the head computes in the next fused forward.
+
+    score: a function of `(hidden, weight, ids, bias=, temperature=, softcap=)` for the last `count`
+    tokens of each row. loss: the result of `score`.
     """
 
     score: Callable[..., HeadOutput]

@@ -138,7 +138,12 @@ def step_totals(
 
 
 def tokens_of_window(items: Tensor, ranks: int, calls: int, generated: int) -> Tensor:
-    """The tokens of a step, `max(items, 1)·calls / generated`; a rank's share is float32 (TRL)."""
+    """The tokens of one accumulation window over all ranks, `max(items, 1)·calls / generated`.
+
+    The result is 0-dim. items: the valid tokens of the generation batch over all ranks. That batch
+    is cut into `generated` micro-batches per rank, of which `calls` are accumulated into one step.
+    The share of one rank is rounded to float32, as in TRL, then multiplied by the ranks.
+    """
     share = items.clamp(min=1.0) / ranks * calls / generated
     return share.to(accumulator_dtype(items.device)) * ranks
 
@@ -161,7 +166,10 @@ def offsets_of(segment_id: Tensor) -> Tensor:
 def likelihood_loss(
     logp: Tensor, mask: Tensor, items: Tensor | int | None, aux: Tensor | None, coef: float
 ) -> Tensor:
-    """`−Σ logp / items` (by default the tokens of `mask`) plus `coef` times the router loss."""
+    """The loss that TRL's fused head returns: `−Σ logp / items` plus `coef` times the router loss.
+
+    items: by default the tokens of `mask`. aux: the router loss.
+    """
     count = mask.sum().clamp(min=1) if items is None else items
     loss = -logp.sum() / count
     return loss if aux is None else loss + coef * aux

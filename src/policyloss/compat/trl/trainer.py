@@ -48,7 +48,10 @@ CONFIG_METRICS = ("clip_ratio/", "cispo_clip_ratio", "vespo/", "policy_loss")
 
 @dataclass
 class _Watched:
-    """Intermediate results of TRL's loss. keep: the tokens that keep a policy term (None: all)."""
+    """Intermediate results of TRL's loss.
+
+    logp, entropy: of the tokens. keep: the tokens that keep a policy term; None for all.
+    """
 
     logp: Tensor = field(init=False)
     entropy: Tensor = field(init=False)
@@ -316,7 +319,10 @@ _SLOTS = {
 
 
 def checked_loss(policy_loss: AnyLoss | None, config: Any) -> LossSpec | None:
-    """`policy_loss` as a `LossSpec` that can run with `config`; None for the loss of the config."""
+    """`policy_loss` as a `LossSpec` that the trainer can run with `config`.
+
+    None stands for the loss that the config describes, which is checked too.
+    """
     config_spec = spec_from_config(config, handled=EXTRA_OPTIONS)
     if policy_loss is None:
         return None

@@ -42,7 +42,10 @@ class PlainGroups:
     @classmethod
     @torch.no_grad()
     def stacked(cls, rewards: Tensor, group_ids: Tensor) -> PlainGroups:
-        """`torch.mean` and `torch.std` of each group as a vector; reads their sizes back."""
+        """`torch.mean` and `torch.std` of each group as a vector.
+
+        Groups of the same size are reduced at once, so the sizes are read back to the host.
+        """
         check_rewards(rewards, group_ids)
         rewards = rewards.detach()
         order, size, by_size = rows_by_size(group_ids)

@@ -43,7 +43,10 @@ AGG_MODES = tuple(AVERAGES)
 
 
 class NotOfferedError(InputError, NotImplementedError):
-    """An option of verl that is missing here: verl's NotImplementedError, and a ValueError."""
+    """An option of verl that this library lacks.
+
+    It is a NotImplementedError as in verl, and a ValueError as every error here.
+    """
 
 
 def aggregation(

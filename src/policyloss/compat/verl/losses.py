@@ -114,8 +114,11 @@ class LossCall:
         lower: Sequence[str] | None = None,
         drift: str = "k1",
     ) -> LossResult:
-        """The loss of `spec` and verl's metrics. clipped, lower: the limits (see `share`) of
-        pg_clipfrac and pg_clipfrac_lower; None: not reported. drift: the estimator of ppo_kl.
+        """The loss of `spec` and verl's metrics.
+
+        clipped, lower: the limits whose shares add up to `pg_clipfrac` and to `pg_clipfrac_lower`
+        (see `share`); None if this loss does not report the metric. drift: the estimator of
+        `ppo_kl`, with the log-ratios clamped as in `spec`.
         """
         out = self.loss(spec)
         log_clamp = spec.ratio.log_clamp if isinstance(spec.ratio, TokenRatio) else None
@@ -123,7 +126,10 @@ class LossCall:
         return out.loss, self.report(shares[0], shares[1], self.drift(log_clamp, drift))
 
     def share(self, out: LossOutput, limits: Sequence[str]) -> Tensor:
-        """The share of tokens at these limits ("upper", "dual"), 0-dim; 0 for no limit."""
+        """The share of tokens at these limits of the trust region, 0-dim; 0 for no limit.
+
+        limits: names of limits, such as "upper" and "dual".
+        """
         records = [out.metrics[f"clip_fraction_{limit}"] for limit in limits]
         if not records:
             return self.log_prob.new_zeros(())
@@ -136,7 +142,10 @@ class LossCall:
         return difference(new, old, as_mask(self.response_mask, new), compute_dtype(new, old))
 
     def drift(self, log_clamp: Any = None, estimator: str = "k1") -> Tensor:
-        """verl's `ppo_kl`, 0-dim: the mean of an estimate from the (clamped) log-ratios."""
+        """verl's `ppo_kl`, 0-dim: the mean over valid tokens of an estimate from the log-ratio.
+
+        log_clamp: the clamp of the log-ratio, as in `TokenRatio`.
+        """
         valid = as_mask(self.response_mask, self.log_prob)
         estimates = estimate(bound(self.log_ratio, log_clamp), estimator)
         return masked_mean(estimates, valid, guard(self.response_mask))

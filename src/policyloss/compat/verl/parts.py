@@ -20,7 +20,10 @@ from policyloss.tokens import Tokens
 
 
 def masked_mean(x: Tensor, mask: Tensor, epsilon: float = 0.0) -> Tensor:
-    """`Σ x / (n + epsilon)` over n valid tokens, 0-dim; of flags, in the accumulator's dtype."""
+    """`Σ x / (n + epsilon)` over the n valid tokens, 0-dim.
+
+    It has the dtype of x; for flags, the dtype of the accumulator.
+    """
     x = x.to(accumulator_dtype(x.device)) if x.dtype == torch.bool else x
     return torch.where(mask, x, 0).sum() / (mask.sum().to(x.dtype) + epsilon)
 
@@ -33,14 +36,20 @@ def outside_by_sign(
     mask: Tensor,
     epsilon: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The shares of valid tokens outside [-eps_low, eps_high] with A > 0, and with A < 0."""
+    """The shares of valid tokens outside [-eps_low, eps_high] with A > 0, and with A < 0.
+
+    epsilon: as in `masked_mean`.
+    """
     outside = outside_clamp(log_ratio, (-eps_low, eps_high))
     positive, negative = outside & (advantages > 0), outside & (advantages < 0)
     return masked_mean(positive, mask, epsilon), masked_mean(negative, mask, epsilon)
 
 
 def share_of_gradient(x: Tensor, ranks: int) -> Tensor:
-    """`x`, with its gradient divided by the ranks: each has all of it, and verl adds them up."""
+    """`x`, with its gradient divided by the number of ranks.
+
+    Each rank computes the complete gradient, and verl adds up the gradients of all ranks.
+    """
     share = x.view_as(x)
     if share.requires_grad:
         share.register_hook(lambda grad: grad / ranks)  # type: ignore[no-untyped-call]
@@ -59,7 +68,10 @@ class OfThisCall:
 
 @dataclass(frozen=True)
 class LocalCovClip:
-    """Clip-Cov over one call; `torch.randperm` draws, as in verl. epsilon: added to a count."""
+    """Clip-Cov over one call; `torch.randperm` draws the tokens to drop, as in verl.
+
+    epsilon: added to the number of tokens in the two means (verl: 1e-8).
+    """
 
     part: CovClip
     epsilon: float = 0.0
@@ -97,7 +109,10 @@ class MeanAdvantageGeometricClip:
 
 @dataclass(frozen=True, eq=False)
 class GeometricMeanWeight(GivenWeight):
-    """The geometric mean of w over each sequence, `exp(Σ log(w + floor) / (L + epsilon))`."""
+    """The geometric mean over each sequence of the weight w that the caller passes.
+
+    It is `exp(Σ log(w + floor) / (L + epsilon))`.
+    """
 
     floor: float
     epsilon: float

@@ -26,7 +26,12 @@ Statistics = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Means:
-    """Means over valid tokens, of a batch and of each sequence. epsilon: added to every count."""
+    """Means over the valid tokens of a batch and of each sequence.
+
+    mask: bool or 0/1, token-shaped; counts are sums in its dtype. epsilon: added to every count
+    before dividing. With 0 the means are exact, but the mean of an empty sequence is 0/0; with
+    verl's 1e-8 it is 0.
+    """
 
     mask: Tensor
     epsilon: float
@@ -90,7 +95,11 @@ def _beyond(average: Any, x: Tensor, low: float | None, high: float) -> Statisti
 def of_each_sequence(
     values: Tensor, judged: Tensor, low: float | None, high: float, center: float
 ) -> Statistics:
-    """Statistics of `[S]` numbers. judged: compared with the bounds. center: of the deviation."""
+    """Statistics of one number per sequence, `[S]`.
+
+    judged: the numbers to compare with the bounds `low` and `high`. center: the origin of the
+    deviation.
+    """
     statistics = {
         "mean": values.mean(),
         "std": values.std() if values.numel() > 1 else values.new_zeros(()),
@@ -202,8 +211,10 @@ def clamped_deviation(x: Tensor, means: Means, low: float, high: float) -> Tenso
 
 
 def weight_spread(weight: Tensor, means: Means, high: float) -> Statistics:
-    """Mean of the weights; and of the weights clamped to [0, high] the standard deviation and the
-    effective sample size, `1 / mean (w / (mean w + epsilon))²`, 0 if every weight is 0.
+    """The mean of the weights, and the spread of the weights clamped to [0, high].
+
+    The spread is their standard deviation and their effective sample size, as a share:
+    eff_sample_size = 1 / mean (w / (mean w + epsilon))², and 0 if every weight is 0.
     """
     clamped = weight.clamp(min=0.0, max=high)
     mean = means.of_tokens(clamped)
@@ -258,7 +269,11 @@ def rejected_tokens(keep: Tensor, means: Means, dtype: torch.dtype = torch.float
 def rejected_sequences(
     keep: Tensor, means: Means, among: str = "all", dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The share of sequences that lose a valid token, among "all" or the "nonempty"."""
+    """The share of sequences that lose a valid token.
+
+    among: of "all" sequences, or of the "nonempty" ones; the latter share is in `dtype`, at least
+    float32.
+    """
     lost = means.sequences.sum(~keep & means.valid) > 0
     if among == "all":
         return _share(lost)

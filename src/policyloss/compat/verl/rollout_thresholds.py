@@ -30,7 +30,10 @@ class RejectionRule(NamedTuple):
 
 
 def weight_bounds(threshold: Any) -> tuple[float | None, float]:
-    """`rollout_is_threshold` as (low, high): "2.0" has no lower bound, "0.5_2.0" has (IcePop)."""
+    """`rollout_is_threshold` as (low, high).
+
+    A number or "2.0" has no lower bound (truncation), "0.5_2.0" has one (IcePop).
+    """
     _check_type("rollout_is_threshold", threshold, "such as '2.0' or '0.5_2.0'")
     low, high = _bounds("rollout_is_threshold", str(threshold).strip())
     if low is not None and low > high:

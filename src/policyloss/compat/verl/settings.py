@@ -78,7 +78,10 @@ def read_number(config: Any, name: str) -> float:
 
 
 def since(release: str | None, version: str) -> bool:
-    """Whether `release` (None: the current one) is at least `version`; raise if before `OLDEST`."""
+    """Whether `release` (None: the current one) is `version` or newer.
+
+    Raises if it is older than `OLDEST`.
+    """
     if not at_least(release, OLDEST):
         raise SpecError(
             f"release={release!r} is older than {OLDEST}, the oldest supported release of verl."
@@ -308,7 +311,10 @@ def check_config(config: Any) -> None:
 
 
 def advantages_of(config: Any) -> tuple[str | None, str]:
-    """The estimator of `policyloss.advantage` of a configuration, or None; and its setting."""
+    """The estimator that a complete configuration selects, and the setting that selects it.
+
+    The estimator is the name of a function of `policyloss.advantage`, or None.
+    """
     algorithm = read_field(config, "algorithm")
     adv_estimator = read_field(algorithm, "adv_estimator", "gae")
     chosen = str(getattr(adv_estimator, "value", adv_estimator))

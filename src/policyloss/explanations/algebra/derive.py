@@ -126,9 +126,11 @@ class _Recorder:
 
 
 class DerivedFormula(NamedTuple):
-    """The derived formula of a part. lines: for each result ("loss", or the fields of a
-    `Corrected`) the lines that lead to it, the last one with its name. other_names: the second name
-    of a line that two parts inside a part share, and the name that is printed.
+    """The derived formula of a part.
+
+    lines: for each result of the part ("loss" alone, or the fields of a `Corrected`) the lines that
+    lead to it; the last one has the name of the result. other_names: the second name of a line that
+    two parts inside a part share, and the name that is printed.
     """
 
     lines: dict[str, Lines]
@@ -199,7 +201,10 @@ def _write(field: str, value: Any, recorder: _Recorder) -> Any:
 def _choose_lines(
     roots: dict[str, Expression], labels: dict[Expression, str], stated: set[Expression]
 ) -> dict[Expression, str]:
-    """The subexpressions with a label that were stated, are used twice, or join tests."""
+    """The subexpressions that get a line of their own, each with the name of that line.
+
+    They have a label, and they were stated, are used twice, or join several tests.
+    """
     uses: Counter[Expression] = Counter()
 
     def count(x: Expression) -> None:

@@ -90,7 +90,10 @@ class Expression:
             yield from argument.walk()
 
     def substitute(self, change: Callable[[Expression], Expression | None]) -> Expression:
-        """A copy, made from the top, in which `change(x)` replaces x unless it is None."""
+        """A copy with subexpressions replaced, from the top.
+
+        change: returns the replacement of a subexpression, or None to descend into it.
+        """
         other = change(self)
         if other is not None:
             return other

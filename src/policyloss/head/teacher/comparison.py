@@ -34,8 +34,10 @@ from policyloss.teacher import Teacher, TopK, refuse_counts
 
 
 class Compared(NamedTuple):
-    """Some rows compared with their teacher. numbers: of complete rows or of a support. teacher:
-    the teacher's logits of complete rows. first: the vocabulary entry of the first column of
+    """Some rows compared with their teacher.
+
+    numbers: the inputs of the backward, of complete rows or of a support. teacher: the teacher's
+    logits of these rows, for complete rows. first: the vocabulary entry of the first column of
     logits.
     """
 
@@ -171,7 +173,10 @@ def compute_rows(
     teacher_room: Room | None,
     entropy: bool,
 ) -> tuple[HeadRows, Tensor, Statistics]:
-    """The rows at `at` with their teacher's numbers, their logits, and their statistics."""
+    """The rows at `at` with their teacher's numbers, their logits in `room`, and their statistics.
+
+    teacher_room: memory for the teacher's logits.
+    """
     rows = head.rows(at)
     if comparison is None:
         return rows, *head.forward(rows, room, entropy)
@@ -183,7 +188,10 @@ def compute_rows(
 def start_checks(
     head: Head, comparison: Comparison | None, valid: Tensor | None
 ) -> Callable[[], None]:
-    """Start to count invalid values, behind queued work; the result waits for them, and raises."""
+    """Start to count the invalid values; the returned function waits for the counts, and raises.
+
+    Call this after queueing work, to hide the wait.
+    """
     stray = validate.read_later(validate.value_summary(head, valid))
     counts = None if comparison is None else comparison.counts(valid)
     wrong = None if counts is None else validate.read_later(counts)
@@ -199,7 +207,10 @@ def start_checks(
 def comparison_of(
     teacher: Any, measure: Measure, head: Head, tokens: tuple[int, ...]
 ) -> Comparison:
-    """The teacher of a call, checked but for a `TopK`'s values. head, tokens: the student's."""
+    """The teacher of a call, checked but for the values of a `TopK`.
+
+    head: the student's. tokens: the shape of the student's tokens.
+    """
     if head.tiles is not None:
         raise InputError(
             "exact() does not cover a teacher: the comparison of two distributions has no fixed "

@@ -40,7 +40,10 @@ KERNELS = "policyloss.head.teacher.kernels"
 
 
 class PairStatistics(NamedTuple):
-    """Numbers of complete rows `[R]`. lse: of the teacher's scaled logits. total: Σ slopes."""
+    """The inputs of the backward of complete rows, `[R]` each.
+
+    lse: the log-sum-exp of the teacher's scaled logits. total: the sum of the slopes.
+    """
 
     divergence: Tensor
     lse: Tensor
@@ -110,7 +113,10 @@ def pair_gradient(
     pair: PairStatistics,
     measure: Measure,
 ) -> None:
-    """Write dz to `out` `[R, V]`, perhaps over z. derivatives: by logp, entropy and divergence."""
+    """Write dz into `out` `[R, V]`, which may lie over z as in `row_gradient`.
+
+    derivatives: of the loss by each row's logp, entropy and divergence, `[R]`.
+    """
     dlogp, dentropy, ddivergence = _complete(derivatives)
     spread = s.spread(dentropy)
     target = target_gradient(s.logp, dlogp, spread)
@@ -149,8 +155,10 @@ def _log_probabilities(
 
 
 class Entries(NamedTuple):
-    """A support and the inputs of its backward. divergence: `[R]`; the others `[R, K]`. ids: over
-    all ranks. keep: which count. slopes: by the student's logp, 0 where keep is False.
+    """A support and the inputs of its backward. divergence: `[R]`; the others `[R, K]`.
+
+    ids: of the entries, over all ranks. keep: which entries count. logp: the student's
+    log-probabilities. slopes: the derivatives of the divergence by logp, 0 where keep is False.
     """
 
     divergence: Tensor
