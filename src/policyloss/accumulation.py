@@ -212,8 +212,8 @@ class MicroBatch(Mapping[str, Any]):
             out = pl.linear_policy_loss(spec, hidden, weight, ids, **micro.arguments())
             step.add(out.metrics)
 
-        If loss terms share hidden states (`index` of `linear_policy_loss`), mask and all other
-        tensors have one entry per term; pass `index=micro["index"]` yourself, like the ids.
+        If you use `index` of `linear_policy_loss`, the mask and all other tensors have one entry
+        for each entry of `index`; pass `index=micro["index"]` yourself, like the ids.
         tensors: more tensors, or replacements of the micro-batch's tensors (`entropy=…`).
         `old_logp` is in the result even if it is None.
         """

@@ -334,7 +334,7 @@ def layout_fields(
 
 @dataclass(kw_only=True)
 class Tokens(Layout):
-    """The tensors of one `policy_loss` call: the argument of every part of a `LossSpec`.
+    """The tensors of one `policy_loss` call, which every part of a `LossSpec` receives.
 
     Every log-probability read through a property is float32 (or float64), 0 where `mask` is False,
     and detached unless it is `logp`. anchor: the policy that the probability ratio divides by:
@@ -437,7 +437,7 @@ class Tokens(Layout):
         return difference(logp, anchor_logp, self.mask, self.dtype, self.zero)
 
     def log_weight(self) -> Tensor:
-        """`old_logp - rollout_logp`: trainer against inference engine, on the same weights."""
+        """`old_logp - rollout_logp`: trainer minus inference engine, at the same parameters."""
         old, rollout = self.read("old_logp"), self.read("rollout_logp")
         return difference(old, rollout, self.mask, self.dtype, self.zero)
 

@@ -319,7 +319,7 @@ def asymre(
 def flash_reinforce(rewards: Tensor, *, group: Any = None) -> Tensor:
     """FlashREINFORCE: `r − mean reward of the whole batch`, for one sample per prompt.
 
-    Batch of equal rewards: 0. group: ranks that share the mean, as in `group_advantages`.
+    Equal rewards give 0. group: ranks that share the mean, as in `group_advantages`.
     Source: OpenRLHF's flash_reinforce.
     """
     return group_advantages(rewards, _one_group(rewards), scale=None, group=group)
@@ -328,7 +328,7 @@ def flash_reinforce(rewards: Tensor, *, group: Any = None) -> Tensor:
 def prpo(rewards: Tensor, *, eps: float = 1e-6, ddof: int = 0, group: Any = None) -> Tensor:
     """PRPO: `(r − mean) / (std + eps)` with the mean and deviation of the whole batch.
 
-    Batch of equal rewards: 0. group: ranks that share the mean and deviation, as in
+    Equal rewards give 0. group: ranks that share the mean and deviation, as in
     `group_advantages`.
     Source: rLLM's prpo, with its eps and ddof.
     """

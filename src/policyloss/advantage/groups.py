@@ -157,10 +157,10 @@ def group_advantages(
     scale, the spread: "std" is the standard deviation of the group, "loo_std" of the other members,
     "batch_std" of all rewards, each with `ddof`; "mad" is the group's mean |r − μ| (DGPO, arXiv
     2601.20614: the sum of |A| over a prompt is then its number of samples); "mean" is the group's
-    mean; None does not divide, and neither does a spread of exactly 0.
+    mean; None, or a spread of exactly 0, does not divide.
     With a center, a constant group (all rewards exactly equal) gives exactly 0. So does a group of
-    one with `single="zero"`; with "raw", as in verl, its baseline is 0 and its spread 1 (except
-    "batch_std"). A NaN reward makes its whole group NaN.
+    one with `single="zero"`; with "raw", as in verl, its baseline is 0, and its spread 1 or the
+    "batch_std". A NaN reward makes its whole group NaN.
     group: the process group whose ranks share the batch. A prompt's samples may lie on several of
     them, if its id is the same on every rank; each rank has its own S, which may be 0. With context
     parallel, pass the data-parallel group: ranks that hold the same sequences would count them

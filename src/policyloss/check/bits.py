@@ -67,7 +67,7 @@ class BitsResult:
 class BitsReport(TableReport):
     """The result of `bits_check`; `str()` gives a readable report.
 
-    arrangements: the results of the same function on the same sequences, batched in other ways.
+    arrangements: the results of the same function on the same sequences, batched differently.
     against: the comparison with another function or recorded numbers, or None. not_numbers: how
     many log-probabilities are NaN; two NaN count as equal.
     """
@@ -85,7 +85,7 @@ class BitsReport(TableReport):
 
     @property
     def is_equal(self) -> bool:
-        """Whether the other function returned the same bits; True without another function."""
+        """Whether `against` found the same bits; True if it is None."""
         return self.against is None or not self.against.different
 
     def raise_if_different(self) -> None:

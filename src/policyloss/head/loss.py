@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class HeadOutput(LossOutput):
     """`loss` and `metrics` as in `policy_loss`; `logp`, `entropy` and, with a teacher, `divergence`
-    of each token, detached, and 0 where they were not computed (masked or skipped tokens).
+    of each token, detached, 0 at masked tokens and at those that `skip_zero_advantage` skips.
     """
 
     logp: Tensor

@@ -178,7 +178,8 @@ class SequenceMask(Part):
 
 @dataclass(frozen=True)
 class DivergenceMask(Part):
-    """Reject a token if the divergence between rollout and old policy is outside [low, high].
+    """Reject a token if the divergence between rollout and old policy is outside [low, high]:
+    its policy term is 0, and `LossSpec.rejected` decides whether it counts in the mean.
 
     divergence: it compares the policies' distributions over two outcomes, "this token" and "any
     other token". "kl" is `p·log(p/q) + (1−p)·log((1−p)/(1−q))` in nats, "tv" is `|p−q|`, with p

@@ -57,7 +57,8 @@ class SequenceRatio(Part):
     grad="sequence": the gradient goes through the mean (GSPO). grad="token": the ratio is
     `sg[s]·exp(logp_t - sg[logp_t])`, with s the sequence's ratio and sg stopping the gradient, so
     each token keeps its own gradient (GSPO-token). The two give the same gradient if the advantage
-    is constant within a sequence and each token is weighted by 1/length.
+    is constant within a sequence and all its tokens weigh the same. anchor: as in `TokenRatio`.
+    log_clamp: as there, applied to the mean.
     """
 
     reach: ClassVar[str] = "sequence"
@@ -73,7 +74,7 @@ class SequenceRatio(Part):
 
     @property
     def shared_over(self) -> str | None:
-        """Whether the tokens of a sequence share one gradient: "sequence", or None if not."""
+        """`"sequence"` if the tokens of a sequence share one gradient, else None."""
         return "sequence" if self.grad == "sequence" else None
 
     @property

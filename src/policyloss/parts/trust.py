@@ -378,9 +378,9 @@ class CovKL(TrustPart):
 
     cov_t = (A_t - mean A)·(logp_t - mean logp) over the whole step. fraction: the share of
     penalised tokens among all tokens; at least one token is penalised. Source: arXiv 2505.22617.
-    Tokens of equal covariance are ordered by a draw, a hash of the token's own log-probabilities
-    (tokens with the same ones share a draw). A token whose advantage or logp differs from the mean
-    only by rounding has covariance 0, so if all advantages are equal, only the draw decides.
+    A hash of a token's log-probabilities orders tokens of equal covariance. A token whose advantage
+    or logp differs from the mean only by rounding has covariance 0, so if all advantages are equal,
+    only the hash decides.
     """
 
     follows_advantage: ClassVar[bool] = False
@@ -523,7 +523,7 @@ class BySign:
         return f"where the advantage is positive: {positive}; elsewhere: {negative}"
 
     def slopes(self) -> tuple[Slopes, ...]:
-        """The conditions under which a token has no gradient, from both sides."""
+        """Both sides' conditions for a token to have no gradient."""
         sides = (("positive", self.positive), ("negative", self.negative))
         return tuple(
             x for side, part in sides for slopes in part.slopes() for x in slopes.on_side(side)
