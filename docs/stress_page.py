@@ -120,10 +120,12 @@ FINDINGS = [
     ),
     (
         "A sampler of fewer bits did no measurable harm in so few steps.",
-        "Of {losses[fp8]} presets, {worse[fp8]} is significantly worse than the best with weights "
-        "in float8, {worse[top_p]} with top-p 0.9 and {worse[hot]} with a sampler that is too hot; "
-        "`dapo` ends at {final[dapo fp8]:.2f}, {final[dapo top_p]:.2f} and {final[dapo hot]:.2f}. "
-        "On the GPU, `dapo` ends from "
+        "Significantly worse than the best are {worse[bf16]} of {losses[bf16]} presets with the "
+        "sampler's weights in bfloat16, {worse[int8]} of {losses[int8]} in 8-bit integers, "
+        "{worse[fp8]} of {losses[fp8]} in float8, {worse[top_p]} of {losses[top_p]} with top-p 0.9 "
+        "and {worse[hot]} of {losses[hot]} with a sampler that is too hot. `dapo` ends at "
+        "{final[dapo bf16]:.2f}, {final[dapo int8]:.2f}, {final[dapo fp8]:.2f}, "
+        "{final[dapo top_p]:.2f} and {final[dapo hot]:.2f}. On the GPU, `dapo` ends from "
         "{low[gpu float32, none mismatch]:.2f} to {high[gpu float32, none mismatch]:.2f} with a "
         "sampler in float32, from {low[gpu bf16, none mismatch]:.2f} to "
         "{high[gpu bf16, none mismatch]:.2f} in bfloat16, from {low[gpu fp8, none mismatch]:.2f} "

@@ -119,7 +119,7 @@ class Mixture(Part):
 
     @property
     def specs(self) -> tuple[LossSpec, ...]:
-        """The losses of the streams."""
+        """Each stream's loss."""
         return tuple(stream.loss for stream in self.streams.values())
 
     @property
@@ -128,12 +128,12 @@ class Mixture(Part):
 
     @property
     def divergence(self) -> Divergence | None:
-        """The first `Divergence` of the streams, or None; all have one kind, beta, rest, top, k."""
+        """The streams' first `Divergence`, or None; all must share kind, beta, rest, top, k."""
         return next(iter(self._divergences), None)
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The arguments of `policy_loss` that some stream reads, without the masks in `extras`."""
+        """The arguments of `policy_loss` that streams read, except masks passed in `extras`."""
         return tuple(dict.fromkeys(name for spec in self.specs for name in spec.reads))
 
     @property
@@ -204,9 +204,8 @@ class Mixture(Part):
         return calls
 
     def metrics(self, of_streams: Mapping[str, Metrics], mask: Tensor) -> Metrics:
-        """The metrics of all streams by "stream/metric", their weighted `loss`, and `tokens`.
-
-        The latter are the valid tokens of the call.
+        """The metrics of all streams by "stream/metric", their weighted `loss`, and `tokens`, the
+        number of valid tokens of the call.
         """
         tokens = count(mask)
 

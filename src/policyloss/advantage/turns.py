@@ -154,7 +154,7 @@ def turn_returns(
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """`G_k = r_k + γ·G_{k+1}` over the turns of each sequence: one discount per turn.
+    """`G_k = r_k + γ·G_{k+1}` over the turns of a sequence, with r_k the reward of turn k.
 
     Shapes: see `policyloss.advantage.turns`.
     """
@@ -256,9 +256,9 @@ def gigpo(
 ) -> Tensor:
     """GiGPO: `A_{i,k} = Â(R_i) + omega·Â(G_{i,k})`.
 
-    Â is `group_advantages`. R_i, the sum of the rewards of trajectory i, is relative to its prompt
-    group. G_{i,k}, the discounted sum of its rewards from turn k on, is relative to all turns of
-    the group that began in the same state; Â is 0 for a state that occurs once.
+    Â is `group_advantages`. R_i, the sum of the rewards of trajectory i, is compared within its
+    prompt group. G_{i,k}, the discounted sum of its rewards from turn k on, is compared with all
+    turns of the group that began in the same state; Â is 0 for a state that occurs once.
     state_ids: `[B, T]` or `[N]` integers, read at the first token of each turn: equal ids mean
     equal states of the environment. scale, eps: as in `group_advantages`. Shapes and group: see
     `policyloss.advantage.turns`.

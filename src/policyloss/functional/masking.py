@@ -42,7 +42,7 @@ def fill(
 ) -> Tensor:
     """`x` where `mask`, exactly 0 elsewhere, whatever `x` holds there (NaN and inf included).
 
-    zero: the 0 to fill with; a `shared_zero` in the dtype of the result saves creating one.
+    zero: the 0 to fill with; pass a `shared_zero` of the result's dtype to reuse it.
     """
     return torch.where(mask, x if dtype is None else x.to(dtype), zero)
 

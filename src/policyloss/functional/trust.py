@@ -139,7 +139,7 @@ def soft_gated(
 ) -> Tensor:
     """SAPO: `-A·(4/τ)·sigmoid(τ·(r-1))`, τ by the sign of A (arXiv 2511.20347).
 
-    Its derivative in r is −A at r = 1, and falls to 0 on both sides.
+    Its derivative in r is −A at r = 1, and nears 0 on both sides.
     """
     tau = _choose(advantages > 0, tau_positive, tau_negative, ratio)
     return -advantages * (4 / tau) * arithmetic().sigmoid(tau * (ratio - 1))
