@@ -127,8 +127,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 def first_names(table: Mapping[str, Sequence[str]], known: Iterable[str]) -> dict[str, str]:
     """{our name: the first of its names in `table` that is known}."""
     names = set(known)
-    found = {ours: [name for name in others if name in names] for ours, others in table.items()}
-    return {ours: there[0] for ours, there in found.items() if there}
+    in_order = {ours: [name for name in others if name in names] for ours, others in table.items()}
+    return {ours: there[0] for ours, there in in_order.items() if there}
 
 
 def columns_of(names: Any) -> dict[str, str]:
