@@ -257,7 +257,11 @@ def conditions(grid: Grid, losses: Iterable[str]) -> list[str]:
 
 def compare_with_best(grid: Grid, condition: str) -> tuple[list[str], list[str]]:
     """The presets by their mean rank, the best first, and those significantly worse than it."""
-    ranks = compare_losses(finals(grid, BUILT_IN, condition, LOSSES), ranked=True)
+    rows = finals(grid, BUILT_IN, condition, LOSSES)
+    # A rank among few losses is no rank among all.
+    if shared := set.intersection(*map(set, rows.values())):
+        rows = {loss: {start: row[start] for start in shared} for loss, row in rows.items()}
+    ranks = compare_losses(rows, ranked=True)
     best, *others = sorted(ranks.means, key=lambda loss: -ranks.means[loss])
     return [best, *others], [x for x in others if ranks.differs(best, x, len(others))]
 
@@ -437,7 +441,8 @@ def sure_section(grid: Grid) -> str:
         "## How sure",
         "Losses that collapse now and then have far noisier accuracies than others, so a test with "
         "one standard deviation of accuracy for all would be wrong. Instead, losses are ranked "
-        "among the runs of the same start (a seed on one kind of machine), and a t-test with the "
+        "among the runs of the same start (a seed on one kind of machine; where some starts have "
+        "runs of all losses, only these), and a t-test with the "
         "standard deviation of ranks, pooled over all losses, compares their mean ranks (Conover's "
         "test, which has many degrees of freedom even with a few seeds). P-values are multiplied "
         "by the number of comparisons under the condition (Bonferroni), so the best loss and those "
