@@ -62,13 +62,14 @@ def accumulate(
     micro_batches: this rank's share of the step, a list of mappings. Each mapping holds `mask` and
     the tensors that `spec` reads, under the names of `policy_loss` (`old_logp`, `advantages`,
     `rollout_logp`, `ref_logp`, `cu_seqlens`, `group_ids`, `weights`, …), padded `[B, T]` or packed
-    `[N]`; the loss ignores other entries, such as "ids". Every rank of `group` yields the same
-    number of micro-batches, because the forward of a sharded model is a collective: for a rank that
-    has fewer, the iteration repeats its last one with an all-False mask, which adds nothing.
-    With a `Mixture`, each mapping's `extras` holds the masks of the streams; all are counted.
+    `[N]`; the loss ignores other entries, such as "ids". A rank with fewer micro-batches than other
+    ranks of `group` repeats its last one with an all-False mask, which adds nothing: the forward of
+    a sharded model is a collective, and must run equally often on every rank.
+    With a `Mixture`, each mapping's `extras` holds the mask of each stream (one loss of the
+    mixture); the tokens of all streams are counted.
     group, cp_group, dp_size: as in `Totals.count`. Counting takes one collective over `cp_group`,
-    one over `group`, and a second one over `group` if there are `group_ids`; one more over each
-    group if the loss divides by weights (`WeightMean`).
+    one over `group`, and a second one over `group` if there are `group_ids`. A loss that divides by
+    weights (`WeightMean`) takes one more over `cp_group` and one more over `group`.
     logp: a function that takes a micro-batch and returns its current log-probabilities, in the
     shape of its mask. It is required if `spec.needs_statistics`: `accumulate` then calls it once
     for every micro-batch, without gradient, and computes the totals from the results.

@@ -111,7 +111,7 @@ def prefix_weights(
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Factors w for the advantages of `opd`, smaller after student and teacher have diverged.
+    """Weights w of on-policy distillation (`opd`) that fall as student and teacher diverge.
 
     `w_t = 1 + γ·(1 − Σ_{k<t}|A_k| / Σ_k|A_k|)` over the valid tokens of each sequence.
     |A| measures how far the two differ: w falls from 1 + γ at the first valid token to

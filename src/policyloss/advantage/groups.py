@@ -153,14 +153,15 @@ def group_advantages(
     gradient; S may be 0.
 
     center, the baseline: "mean" is the group's mean, "loo" the mean of the *other* members, None
-    is 0. weights `[S]` weight the "mean" baseline, but not the spread.
+    is 0. weights, `[S]`: of the rewards in the "mean" baseline; the spread ignores them.
     scale, the spread: "std" is the standard deviation of the group, "loo_std" of the other members,
     "batch_std" of all rewards, each with `ddof`; "mad" is the group's mean |r − μ| (DGPO, arXiv
     2601.20614: the sum of |A| over a prompt is then its number of samples); "mean" is the group's
-    mean; None, or a spread of exactly 0, does not divide.
-    With a center, a constant group (all rewards exactly equal) gives exactly 0. So does a group of
-    one with `single="zero"`; with "raw", as in verl, its baseline is 0, and its spread 1 or the
-    "batch_std". A NaN reward makes its whole group NaN.
+    mean. With scale=None, or where the spread is exactly 0, nothing is divided.
+    single, for a group of one: "zero" gives 0; "raw", as in verl, takes 0 as the baseline and 1 as
+    the spread ("batch_std" stays as it is computed).
+    With a center, a constant group (all rewards exactly equal) gives exactly 0. A NaN reward makes
+    its whole group NaN.
     group: the process group whose ranks share the batch. A prompt's samples may lie on several of
     them, if its id is the same on every rank; each rank has its own S, which may be 0. With context
     parallel, pass the data-parallel group: ranks that hold the same sequences would count them

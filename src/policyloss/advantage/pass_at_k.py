@@ -32,14 +32,14 @@ def passk_max_gap(
     ddof: int = 1,
     group: Any = None,
 ) -> Tensor:
-    """Pass@k by the winner's margin: the best of a group gets `(r_max − r_second) / (σ + eps)`.
+    """Pass@k advantage: the best of a group gets `(r_max − r_second) / (σ + eps)`, the others 0.
 
-    The other members get 0.
-    Without the winner, the group's maximum would be lower by exactly that margin; here k is the
-    size of the group.
-    Source: Tang et al., arXiv 2503.19595; verl's grpo_passk. With a tie for the best, in a constant
-    group and in a group of one (an error in verl), the result is 0. group: the process
-    group that a prompt's samples may span, as in `group_advantages`.
+    Without its best member, the group's maximum would be lower by exactly `r_max − r_second`; here
+    k is the size of the group. σ: the standard deviation of the group's rewards; scale=None does
+    not divide. All members get 0 if two share the best reward, or if the group has one member
+    (where verl raises an error). group: the process group that a prompt's samples may span, as in
+    `group_advantages`.
+    Source: Tang et al., arXiv 2503.19595; verl's grpo_passk.
     """
     _check_passk(rewards, group_ids, scale, eps, ddof)
     dtype = compute_dtype(rewards)

@@ -62,10 +62,11 @@ def top_entropy_mask(
     group: Any = None,
     cp_group: Any = None,
 ) -> Tensor:
-    """The valid tokens whose entropy reaches the `1 − share` quantile of all valid tokens; bool.
+    """A bool mask of the valid tokens with the highest entropies, `share` of all valid tokens.
 
-    The quantile is that of the whole step: pass the tokens of all micro-batches, and `group` and
-    `cp_group` for those of all ranks, as in `whiten`. With the result `keep`,
+    A token is kept if its entropy is at least the `1 − share` quantile of the whole step. So pass
+    all micro-batches in one call; `group` and `cp_group` include other ranks, as in `whiten`. With
+    the result `keep`,
     `torch.where(keep, advantages, 0)` drops the policy term of the other tokens, which still count
     in the average of the loss.
     entropy, mask: any shape, the same for both.

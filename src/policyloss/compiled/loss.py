@@ -39,12 +39,12 @@ def compiled_loss(
 
     Loss, metrics and gradients equal the results of `policy_loss` up to rounding. The first call
     compiles (seconds; it needs a C++ compiler, or Triton on a GPU). On a GPU try `policy_loss`
-    first: its own two kernels were faster than the compiled loss, `backward()` included.
+    first: it runs Triton kernels there, which were faster than this, `backward()` included.
     dynamic, options: as in `torch.compile`.
     metrics: "all", "basic" or "none", as in `policy_loss`.
 
     A call runs eagerly, with the same result, if the spec holds a callable (a graph would freeze
-    any state that it keeps), if `cp_group` is given (collectives), or within `exact()`.
+    the state of the callable), if `cp_group` is given (collectives), or within `exact()`.
     """
     return CompiledLoss(spec, dynamic, options, metrics)
 

@@ -80,9 +80,10 @@ def _reduce_over_ranks(t: Tokens, x: Tensor, reduce: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Truncate(Part):
-    """TIS: multiply the policy term by `clamp(w, low, high)`; no token is rejected.
+    """Truncated importance sampling (TIS): multiply the policy loss by `clamp(w, low, high)`.
 
-    w is the importance weight `e^(old_logp − rollout_logp)`. level, log_clamp: as in `Band`.
+    w is the importance weight `e^(old_logp − rollout_logp)`; no token is rejected. level,
+    log_clamp: as in `Band`.
     """
 
     reads_logp: ClassVar[bool] = False

@@ -124,19 +124,22 @@ class Divergence(Part):
 
     kind: "forward" KL(teacher‖student), "reverse" KL(student‖teacher), "jsd" with the mixture m =
     (1−beta)·student + beta·teacher (beta 0 is the forward and 1 the reverse KL, as in GKD),
-    "skew_forward" KL(teacher‖m) and "skew_reverse" KL(student‖m) (DistiLLM's, with λ = beta and λ =
-    1−beta), "tv" ½Σ|p_s − p_t|, or "generalised", Σ p_s(log p_s − log p_t) − p_s + p_t, with p_s
-    and p_t the student's and the teacher's probabilities; on any set of entries, its minimum is at
-    p_s = p_t. weight: None, "ratio" for the ratio of the spec, or the name of a tensor of `extras`;
-    the weight, limited to `weight_max`, multiplies the divergence and carries no gradient. clamp:
-    the divergence is clamped to ±clamp, or to a pair (low, high) with None for no bound; its
-    gradient is 0 beyond the bounds. top: None compares every vocabulary entry that the teacher
-    provides; "student", "teacher", "union" or "intersection" compares the k most probable entries
-    of the student, those of the teacher, their union or their intersection. rest: "entry" adds up
-    the probabilities of all other entries (outside the k, or outside a `TopK` teacher) as one more
-    entry; "drop" leaves them out; "renormalise" leaves them out and divides the probabilities of
-    each model by their sum over the compared entries (an error for a single entry: its divergence
-    is always 0). For "generalised", "entry" means "drop".
+    "skew_forward" KL(teacher‖m) (DistiLLM, its λ is beta), "skew_reverse" KL(student‖m) (DistiLLM,
+    its λ is 1−beta), "tv" ½Σ|p_s − p_t|, or "generalised", Σ p_s(log p_s − log p_t) − p_s + p_t,
+    which is least at p_s = p_t even if neither sums to 1. p_s and p_t are the probabilities of
+    student and teacher.
+    weight: None, "ratio" for the ratio of the spec, or the name of a tensor of `extras`; the
+    weight, limited to `weight_max`, multiplies the divergence and carries no gradient.
+    clamp: the divergence is clamped to ±clamp, or to a pair (low, high) with None for no bound; its
+    gradient is 0 beyond the bounds.
+    top: None compares every vocabulary entry that the teacher provides; "student", "teacher",
+    "union" or "intersection" compares the k most probable entries of the student, those of the
+    teacher, their union or their intersection.
+    rest: "entry" adds up the probabilities of all other entries (those beyond the k, or those that
+    a `TopK` teacher does not provide) as one more entry; "drop" leaves them out; "renormalise"
+    leaves them out and divides the probabilities of each model by their sum over the compared
+    entries (an error for a single entry: its divergence is always 0). For "generalised", "entry"
+    means "drop".
 
     `linear_policy_loss(…, teacher=…)` computes the divergence with these settings. For
     `policy_loss(…, divergence=…)`, compute it by `linear_divergence` or `divergence`, and pass the

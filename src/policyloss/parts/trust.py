@@ -136,12 +136,12 @@ class SoftGate(TrustPart):
 
 @dataclass(frozen=True)
 class FutureKL(TrustPart):
-    """FIPO: PPO's clip times a detached weight that grows with this and the later log-ratios.
+    """FIPO: PPO's clip times a detached weight, which grows with the log-ratios from a token on.
 
     The weight is `clip(exp(f), weight_min, weight_max)`, where `f_t = d_t + γ·f_{t+1}` over the
     valid tokens of the sequence, d is the log-ratio, and `γ = 2^(-1/half_life)`, half_life in
     tokens. Where A < 0 and r > safe_ratio, this weight is clipped again, to [0.8, 1]. The ratio r
-    must be a `TokenRatio`. A `cp_group` requires `positions`. Source: arXiv 2603.19835.
+    must be a `TokenRatio`. With `cp_group`, pass `positions` too. Source: arXiv 2603.19835.
     """
 
     reach: ClassVar[str] = "sequence"

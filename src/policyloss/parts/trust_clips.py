@@ -31,11 +31,12 @@ _SYMMETRIC = cast("float", None)
 
 
 class Surrogate(NamedTuple):
-    """A per-token loss, and flags for the tokens where its trust region binds.
+    """A per-token loss, and flags for the tokens whose loss or gradient the trust region limits.
 
-    upper, lower: the upper or lower bound of the ratio binds. dual: the dual clip binds. dropped: a
-    random choice removed the token's gradient. loss and flags (bool): `[B, T]` or packed `[N]`. The
-    library's trust regions set at most one flag per token, and none where the mask is False.
+    upper, lower: by the upper or lower bound of the ratio. dual: by the dual clip. dropped: by a
+    random choice, which removed the token's gradient. A flag is None if the trust region has no
+    such limit. loss and flags (bool): `[B, T]` or packed `[N]`. The library's trust regions set at
+    most one flag per token, and none where the mask is False.
     """
 
     loss: Tensor

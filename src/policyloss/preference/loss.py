@@ -52,16 +52,16 @@ def preference_loss(
     ref_logp: of the reference model; None if the loss has no reference. log_sum_sq_probs:
     `log Σ p²` over the vocabulary at each token, for a spec with weighting="wpo".
     chosen: `[S]` bool, only if `spec.over == "sequences"`: whether each is a desired answer.
-    baseline: KTO's z of the whole step, only if `spec.baseline`; it gets no gradient.
+    baseline: KTO's KL term z of the whole step, only if `spec.baseline`; it gets no gradient.
     totals: the counts of the whole step, `Totals.count(mask_of_the_step)` (if the spec has `nll`:
     `preference.preference_totals`). The losses of its micro-batches then add up to the loss of the
-    whole step, if none splits a pair. A sequence without a valid token is not counted; a pair with
-    one such sequence has half the weight. cp_group: as in `policy_loss`.
+    whole step, if none splits a pair. A sequence without a valid token is not counted, and its pair
+    counts as half a pair in the mean. cp_group: as in `policy_loss`.
 
     Metrics: `loss`, `tokens`, `chosen_logp` and `rejected_logp` (means of each sequence's sum),
     `chosen_reward` and `rejected_reward` (`beta` times the `Score` of `spec.terms[0]`), `margin`
-    and `accuracy` (of pairs: the mean difference of rewards, and the share above 0), `nll` (if the
-    spec has it), `nonfinite_sequences`, `invalid_…` (docs/metrics.md).
+    (the mean of chosen − rejected reward), `accuracy` (the share of pairs in which it is positive),
+    `nll` (if the spec has it), `nonfinite_sequences`, `invalid_…` (docs/metrics.md).
     """
     refuse_transforms()
     spec, step = as_preference(spec), resolve(totals)
