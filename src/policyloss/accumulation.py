@@ -62,9 +62,9 @@ def accumulate(
     micro_batches: this rank's share of the step, a list of mappings. Each mapping holds `mask` and
     the tensors that `spec` reads, under the names of `policy_loss` (`old_logp`, `advantages`,
     `rollout_logp`, `ref_logp`, `cu_seqlens`, `group_ids`, `weights`, …), padded `[B, T]` or packed
-    `[N]`; the loss ignores other entries, such as "ids". A rank with fewer micro-batches than other
-    ranks of `group` repeats its last one with an all-False mask, which adds nothing: the forward of
-    a sharded model is a collective, and must run equally often on every rank.
+    `[N]`; the loss ignores other entries, such as "ids". On a rank with fewer micro-batches than
+    other ranks of `group`, the iteration yields the last one again, with an all-False mask, which
+    adds nothing: so the forward of a sharded model, a collective, runs equally often on every rank.
     With a `Mixture`, each mapping's `extras` holds the mask of each stream (one loss of the
     mixture); the tokens of all streams are counted.
     group, cp_group, dp_size: as in `Totals.count`. Counting takes one collective over `cp_group`,
@@ -182,9 +182,9 @@ class MicroBatch(Mapping[str, Any]):
         with contextlib.nullcontext() if micro.is_last else model.no_sync():
             micro.loss(logp_of(model, micro["ids"])).backward()
 
-    is_last: whether this is the rank's last micro-batch of the step. Its backward runs without
-    `no_sync`, so DDP then averages the gradients of the data-parallel ranks. The attribute
-    `is_used`: whether `loss` or `arguments` was called.
+    is_last: whether this is the rank's last micro-batch of the step. Run the backward of the last
+    one outside of `no_sync`: DDP then averages the gradients of the ranks. is_used: whether `loss`
+    or `arguments` was called.
     """
 
     def __init__(self, step: Accumulation, data: Mapping[str, Any], is_last: bool) -> None:

@@ -48,7 +48,7 @@ class AdaptiveEntropy(Part):
 
     `controller = controller.after(entropy)` returns a new controller: its `coef` is larger by
     `delta` if the entropy was at most the target, else smaller, within [least, most]. Use `applied`
-    as the spec's `entropy_coef`: `coef` while the entropy is at most the target, else 0, as before
+    as the spec's `entropy_coef`: `coef` if the entropy is at most the target; 0 above it and before
     the first step. entropy: that of the last step; None before the first.
     Source: Skywork-OR1, arXiv 2505.22312; defaults as in TRL's use_adaptive_entropy.
     """

@@ -103,7 +103,8 @@ class RecordPlaces:
 class Metrics(Mapping[str, Record]):
     """The metrics of a loss by name, each as sums that can be merged.
 
-    `a + b` merges micro-batches, `.all_reduce(group)` merges ranks, `.compute()` returns floats.
+    `a + b` merges micro-batches, `.all_reduce(group)` returns the merge of all ranks, and
+    `.compute()` returns floats.
     """
 
     def __init__(self, records: dict[str, Record] | None = None) -> None:

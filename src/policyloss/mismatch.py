@@ -37,11 +37,13 @@ class Mismatch:
     """How far the trainer's log-probabilities are from the rollout engine's, on a set of tokens.
 
     Make one with `Mismatch.of`; `a + b` merges micro-batches, and `all_reduce(group)` merges ranks.
-    The tensors are sums, with d = old_logp − rollout_logp and ρ = e^d.
-    by_bin: `[2, ROWS, BINS + 1 + K]`. Axis 0: tokens binned by position (0) or by age (1, the
-    updates since a token was sampled). Axis 1: these ROWS bins. Axis 2: the histogram of d (BINS
-    numbers), Σ ρ², and for each of the K bands the number of tokens with ρ outside it. by_sequence:
-    `[2]`, the number of sequences and Σ e^(2·Σd) over them. bands: the K pairs (low, high).
+    Read it with its methods, such as `compute`. The fields are sums, with d = old_logp −
+    rollout_logp and ρ = e^d; the module gives the edges of bins.
+    by_bin: `[2, ROWS, BINS + 1 + K]`; `by_bin[0]` has a row for each range of positions,
+    `by_bin[1]` for each range of ages (updates since sampling). A row holds the histogram of d
+    (BINS counts), Σ ρ², and for each of the K bands the number of tokens with ρ outside it.
+    by_sequence: `[2]`, the number of sequences and Σ e^(2·Σd) over them. bands: the K pairs (low,
+    high).
     """
 
     by_bin: Tensor

@@ -49,9 +49,10 @@ class TopK:
     """A teacher given by the log-probabilities of some vocabulary entries per token.
 
     Usually these are the k most probable entries; they may also be entries that the student chose.
-    ids: `[..., K]` integers, sorted in ascending order along K; −1 is padding and comes first.
-    logp: `[..., K]`, normalised over the whole vocabulary. The divergence is over these entries;
-    `rest` of `Divergence` decides how all others count (by default, as one more entry).
+    ids: `[..., K]` integers, sorted in ascending order along K; −1 is padding: it comes first, and
+    its logp is ignored. logp: `[..., K]`, normalised over the whole vocabulary. The divergence is
+    over these entries; `rest` of `Divergence` decides how all others count (by default, as one more
+    entry).
     """
 
     ids: Tensor

@@ -336,11 +336,11 @@ def layout_fields(
 class Tokens(Layout):
     """The tensors of one `policy_loss` call, which every part of a `LossSpec` receives.
 
-    Every log-probability read through a property is float32 (or float64), 0 where `mask` is False,
-    and detached unless it is `logp`. anchor: the policy that the probability ratio divides by:
-    "old", "rollout", "ref", "teacher" or "current". raw: the caller's tensors, by the name of the
-    argument. measured: batch-wide numbers from `measure`, or None. flags: whether the trust region
-    should flag the tokens that it limits; only metrics read the flags.
+    Read `t.logp`, `t.old_logp`, `t.ratio`, `t.advantages` and so on (docs/custom.md): they are
+    float32 (or float64), 0 where `mask` is False, and detached unless they depend on `logp`.
+    anchor: the policy that the probability ratio divides by: "old", "rollout", "ref", "teacher" or
+    "current". raw: the caller's tensors, by the name of the argument. measured: batch-wide numbers
+    from `measure`, or None. flags: whether the metrics read the flags of a `Surrogate`.
     """
 
     advantages: Tensor

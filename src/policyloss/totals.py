@@ -27,7 +27,7 @@ Number = int | float | Tensor
 
 @dataclass(frozen=True)
 class GroupTokens:
-    """Valid tokens of each prompt group of a step: group `ids` `[G]`, sorted; `tokens` `[G]`."""
+    """The number of valid `tokens` `[G]` of each prompt group of a step; `ids` `[G]`, sorted."""
 
     ids: Tensor
     tokens: Tensor
@@ -47,8 +47,8 @@ class Totals:
     """Counts of the whole optimizer step, over all micro-batches and ranks.
 
     tokens: valid tokens. sequences: sequences with at least one valid token. groups: for
-    `PromptMean`, a `GroupTokens`, or the number of prompt groups if each lies in one micro-batch of
-    one rank. weights: for `WeightMean`, the sum of the weights of the valid tokens.
+    `PromptMean`, a `GroupTokens`, or the number of prompt groups if no micro-batch or rank splits a
+    group. weights: for `WeightMean`, the sum of the weights of the valid tokens.
     dp_size: the number of ranks over which the framework *averages* gradients (DDP, FSDP); the loss
     is multiplied by dp_size, so that the average is the gradient of the whole batch. Pass 1 for an
     engine that sums gradients.

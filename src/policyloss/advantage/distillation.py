@@ -38,9 +38,10 @@ def opd(
     The mean of `old_logp − teacher_logp` over the student's tokens is the KL from student to
     teacher, so a policy gradient with this advantage lowers the reverse KL.
     teacher_logp, old_logp, mask and the result: `[B, T]` or `[N]`. The log-probabilities are those
-    of the sampled tokens; old_logp belongs to the policy that sampled them (pass the rollout
-    engine's if there is no other). base: advantages computed from rewards, one per token or one per
-    sequence, `[S]` (`[S, 1]` if packed tokens are spread over a `cp_group`). Masked tokens get 0.
+    of the sampled tokens; old_logp belongs to the policy that sampled them, recomputed by the
+    trainer or, failing that, from the rollout engine. base: advantages computed from rewards, one
+    per token or one per sequence, `[S]` (`[S, 1]` if packed tokens are spread over a `cp_group`).
+    Masked tokens get 0.
     Source: arXiv 2601.02780, equation 8; NeMo-RL's, slime's and Tinker's on-policy distillation.
     """
     check_number("coef", coef, finite=True)
@@ -90,7 +91,8 @@ def rlsd(
     d = teacher_logp − old_logp. The teacher, often the policy itself with the answer in its prompt,
     shifts the credit among the tokens of a sequence: a good sequence rewards most the tokens that
     the teacher prefers, and a bad one punishes them least. The sign of `base` stays (eps < 1).
-    Arguments as in `opd`; for bad sequences alone, `torch.where(base < 0, rlsd(…), base)`.
+    base: the advantages to shift; other arguments as in `opd`. For bad sequences alone, with base
+    per token: `torch.where(base < 0, rlsd(…), base)`.
     Source: arXiv 2604.03128; coef and eps as in ms-swift's rlsd_lambda, rlsd_reweight_clip_range.
     """
     check_number("coef", coef, least=0, most=1)
@@ -148,7 +150,8 @@ def centered_kl(
     """`A = base + coef·(mean of kl − kl_t)` with `kl_t = old_logp − ref_logp`.
 
     This KL does not change the mean of the advantages: a token with a KL below the average gets a
-    larger advantage. The mean is over all valid tokens of the step. `ref_logp` may be a teacher's.
+    larger advantage. The mean is over all valid tokens: pass the whole step at once. `ref_logp` may
+    be a teacher's.
     old_logp, ref_logp, mask and the result: `[B, T]` or `[N]`. base: other advantages to add, as in
     `opd`. group, cp_group: ranks that share the mean, as in `whiten`.
     Source: Tinker's cookbook, `incorporate_kl_penalty`.

@@ -286,8 +286,8 @@ def maxrl(
     """MaxRL: `(r − μ) / (μ + eps)`, for rewards ≥ 0.
 
     The policy gradient then increases the log of the pass rate instead of the pass rate.
-    Source: Tajwar et al., arXiv 2602.02710; SkyRL's maxrl, prime-rl's max_rl. Constant group (all
-    wrong too): 0. Group of one: 0, or r with `single="raw"` (SkyRL).
+    Source: Tajwar et al., arXiv 2602.02710; SkyRL's maxrl, prime-rl's max_rl. A group of equal
+    rewards, even all 0: 0. Group of one: 0, or r with `single="raw"` (SkyRL).
     group: the process group that a prompt's samples may span, as in `group_advantages`.
     """
     return group_advantages(rewards, group_ids, scale="mean", eps=eps, single=single, group=group)
@@ -304,7 +304,8 @@ def asymre(
 ) -> Tensor:
     """AsymRE: `r − (μ + shift)`. A negative shift weights failures less than successes.
 
-    Constant group: −shift. Group of one: −shift, or r with `single="raw"` (Trinity).
+    μ is the mean of the group. Constant group: −shift. Group of one: −shift, or r itself, without
+    the shift, with `single="raw"` (Trinity).
     group: the process group that a prompt's samples may span, as in `group_advantages`.
     Source: Arnal et al., arXiv 2506.20520; shift as in Trinity-RFT's asymre.
     """
@@ -353,8 +354,9 @@ def hierarchical_grpo(
     """Hierarchical GRPO: `r − mean of r over sequences of the same role`.
 
     For a role in `episode_roles` (such as the solvers of a problem), the mean is over its sequences
-    in the same episode; for any other role, over all episodes of the prompt. A sequence alone in
-    its role gets 0. group_ids (prompts), episode_ids, role_ids: `[S]`. episode_roles: ids, `[R]`.
+    in that episode of the prompt; for any other role, over all episodes of the prompt. A sequence
+    alone in its role gets 0. group_ids (prompts), episode_ids, role_ids: `[S]`. episode_roles: ids,
+    `[R]`.
     group: the process group that a prompt's samples may span, as in `group_advantages`; an id must
     mean the same on every rank.
     Source: prime-rl's hierarchical_grpo.

@@ -159,7 +159,7 @@ def group_advantages(
     2601.20614: the sum of |A| over a prompt is then its number of samples); "mean" is the group's
     mean. With scale=None, or where the spread is exactly 0, nothing is divided.
     single, for a group of one: "zero" gives 0; "raw", as in verl, takes 0 as the baseline and 1 as
-    the spread ("batch_std" stays as it is computed).
+    the spread (with "batch_std", the spread is still the batch's).
     With a center, a constant group (all rewards exactly equal) gives exactly 0. A NaN reward makes
     its whole group NaN.
     group: the process group whose ranks share the batch. A prompt's samples may lie on several of

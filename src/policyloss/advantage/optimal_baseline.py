@@ -50,9 +50,9 @@ def optimal_token_baseline(
     default): `[B, T]`. The result is `[B, T]`, 0 at masked tokens, without gradient.
     zero_tail: at the tokens that only the group's longest sequence has, its own return would be its
     baseline and A = 0; True uses baseline 0 at these tokens, so that A = G.
-    bridge: True means that token t is the t-th valid token of its sequence. False means that token
-    t is column t, as for single turns; the longest sequence's tail (see zero_tail) then begins at
-    column n, with n the second-largest number of valid tokens in the group.
+    bridge: True means that token t is the t-th valid token of its sequence. False (for single
+    turns) means that token t is column t; the tail of zero_tail then begins at column n, the
+    second-largest number of valid tokens in the group.
     A group of one has baseline 0. The dtype is that of the inputs (float32 for half precision).
     group: the process group that a prompt's samples may span (T may differ between ranks), as in
     `group_advantages`; an id must mean the same prompt on every rank.

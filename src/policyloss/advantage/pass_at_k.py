@@ -67,12 +67,11 @@ def passk_combinatorial(
     Computed exactly in closed form, without enumerating subsets:
     `A_i = (mean reward of the subsets with i − mean of all) / (std of all + eps)`, with the
     population standard deviation.
-    With the members ranked by reward, from 0, rank p is the best of `C(p, k−1)` subsets, of
-    which `C(p−1, k−2)` contain a given lower rank. For rewards 0/1 with m wrong, the mean over
-    subsets is `R = 1 − C(m,k)/C(n,k)`, their variance `σ² = R(1−R)`, `A_right = (1−R)/σ`,
-    `A_wrong = (1 − R − C(m−1,k−1)/C(n−1,k−1))/σ`. With k = 1 this is GRPO with ddof 0.
-    Source: Chen et al., arXiv 2508.10751 (0/1 rewards only). If the best reward is the same in
-    all subsets (a constant group, fewer than k wrong), or if n ≤ k, the result is 0.
+    For rewards 0/1 with m wrong, the mean over subsets is `R = 1 − C(m,k)/C(n,k)`, their variance
+    `σ² = R(1−R)`, `A_right = (1−R)/σ`, `A_wrong = (1 − R − C(m−1,k−1)/C(n−1,k−1))/σ`. With k = 1
+    this is GRPO with ddof 0.
+    Source: Chen et al., arXiv 2508.10751, which covers 0/1 rewards. If the best reward is the same
+    in all subsets (a constant group, fewer than k wrong), or if n ≤ k, the result is 0.
     group: the process group that a prompt's samples may span, as in `group_advantages`.
     """
     _check_passk(rewards, group_ids, scale, eps, 0)

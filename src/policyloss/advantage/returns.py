@@ -46,10 +46,10 @@ def gae(
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> GAE:
-    """Generalised advantage estimation over the valid tokens of each sequence.
+    """Generalised advantage estimation over the valid tokens; returns (advantages, returns).
 
     `A_t = δ_t + γλ·A_{t+1}`, `δ_t = r_t + γ·V_{t+1} − V_t`, `returns = A + V`, where t+1 is the
-    next *valid* token.
+    next *valid* token. Both results are token-shaped, 0 at masked tokens.
 
     values, mask: token-shaped (`[B, T]`, or packed `[N]`). rewards: token-shaped, or `[S]`, one per
     sequence, which is placed on the sequence's last valid token.
@@ -59,7 +59,6 @@ def gae(
     Rewards, values and positions of masked tokens are ignored. A NaN or inf at a valid token makes
     its whole sequence NaN, but no other sequence.
     Half precision is computed in float32. The advantages are not whitened; see `whiten`.
-    With γ = λ = 1, A is the reward-to-go minus V; with λ = 0, A is δ.
     cp_group: the process group over which each sequence's tokens are spread (context parallel).
     Then pass positions, token-shaped integers: the index of each token in its whole sequence
     (with or without counting masked tokens: only the order matters); and every rank must pass the

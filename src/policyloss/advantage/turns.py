@@ -131,9 +131,9 @@ def turn_gae(
 ) -> GAE:
     """GAE with one timestep per turn: `gae` over turns, with the value at a turn's first token.
 
-    All tokens of a turn have its advantage, and its return is the target of the critic at each of
-    them. The rewards within a turn are summed, so add a per-token penalty, such as a KL, to the
-    advantages instead. Shapes: see `policyloss.advantage.turns`. lam, last_values: as in `gae`.
+    Every token of a turn gets the turn's advantage, and its return as the critic's target. The
+    rewards within a turn are summed, so add a per-token penalty, such as a KL, to the advantages
+    instead. Shapes: see `policyloss.advantage.turns`. lam, last_values: as in `gae`.
     Source: AReaL, gae_timestep_unit="turn".
     """
     turns = _Turns.of(turn_ids, rewards, cu_seqlens, cp_group, positions, values=values)
@@ -154,9 +154,9 @@ def turn_returns(
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """`G_k = r_k + γ·G_{k+1}` over the turns of a sequence, with r_k the reward of turn k.
+    """`G_k = r_k + γ·G_{k+1}` over the turns of a sequence, with r_k the sum of turn k's rewards.
 
-    Shapes: see `policyloss.advantage.turns`.
+    Every token of turn k gets G_k. Shapes: see `policyloss.advantage.turns`.
     """
     turns = _Turns.of(turn_ids, rewards, cu_seqlens, cp_group, positions)
     return turns.per_token(turns.returns(gamma))
@@ -211,7 +211,7 @@ def mt_grpo(
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """MT-GRPO: `A_{i,k} = Â(outcome_i) + coef·Σ_{l≥k} Â(r_{i,l})`, summed without the last turn.
+    """MT-GRPO: `A_{i,k} = Â(outcome_i) + coef·Σ_{l≥k} Â(r_{i,l})`, l before the last turn.
 
     Â is `group_advantages`: `Â(outcome)` over the trajectories of a group, `Â(r_l)` over those that
     have a turn after turn l. outcomes: `[S]`. rewards: those of the turns; a last turn's reward is

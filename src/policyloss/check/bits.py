@@ -67,7 +67,7 @@ class BitsResult:
 class BitsReport(TableReport):
     """The result of `bits_check`; `str()` gives a readable report.
 
-    arrangements: the results of the same function on the same sequences, batched differently.
+    arrangements: comparisons of the function with itself, the sequences batched differently.
     against: the comparison with another function or recorded numbers, or None. not_numbers: how
     many log-probabilities are NaN; two NaN count as equal.
     """

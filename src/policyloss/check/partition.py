@@ -55,9 +55,9 @@ class CutResult:
 class PartitionReport(TableReport):
     """The result of `partition_check`; `str()` is a table and a diagnosis.
 
-    diagnosis: the explanations, one paragraph each. notes: faults that this batch cannot show.
-    gradient: the gradient of the whole batch as one vector over all parameters, `[P]` float64; pass
-    it as `reference=` to a run on several ranks.
+    diagnosis: the explanations, one paragraph each. notes: faults that no cut of this batch can
+    show. gradient: the gradient of the whole batch as one vector over all parameters, `[P]`
+    float64; pass it as `reference=` to a run on several ranks.
     """
 
     columns = ("cut", "pieces", "difference", "factor")
@@ -118,8 +118,8 @@ def partition_check(
       for ONE optimizer step: it zeroes the gradients and runs forward and backward of each, without
       an optimizer step and without gradient clipping. It returns the model, its parameters, or the
       gradients (a mapping or an iterable of tensors; a few layers are enough).
-    batch: needs `mask`, `[B, T]` or packed `[N]` with `cu_seqlens`. Tensors with a dimension of
-      rows, tokens or sequences are split along it, and everything else is passed unchanged.
+    batch: needs `mask`, `[B, T]` or packed `[N]` with `cu_seqlens`. A tensor with a dimension as
+      long as the number of rows, tokens or sequences is split along it; others stay whole.
     cuts: a mapping from the name of a split to its micro-batches, each a list of sequence indices.
     The default splits are halves, single sequences, one sequence and the rest, and short and long
     sequences.

@@ -58,7 +58,7 @@ class Gradients(NamedTuple):
 
 
 class CompiledLoss:
-    """`policy_loss` of one spec, compiled by `torch.compile`. `compiled_loss` returns it."""
+    """`policy_loss` of one spec, compiled: call it with the other arguments (`compiled_loss`)."""
 
     def __init__(
         self,

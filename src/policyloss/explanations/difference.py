@@ -83,7 +83,10 @@ class Difference:
 
 
 def diff(a: AnyLoss, b: AnyLoss) -> Difference:
-    """Compare two losses; each is a `LossSpec` or the name of a preset."""
+    """The slots in which two losses differ, and what follows; print the result.
+
+    a, b: a `LossSpec` or the name of a preset.
+    """
     first, second = as_spec(a, "a"), as_spec(b, "b")
     changes = tuple(
         _slot_change(slot, first, second)

@@ -65,7 +65,7 @@ def linear_logprobs(
     index: for each id, the flat index of the hidden state that predicts it (over all states, row by
     row), in any shape. Use it if several loss terms share a hidden state (a tree of trajectories
     with common prefixes). ids, mask, temperature and the results then have the shape of index, and
-    the logits of terms with the same hidden state, id and temperature are computed once.
+    terms with the same hidden state, id and temperature are computed once.
     Returns `LogProbs(logp, entropy)`, `[...]` each, float32 (float64 for float64); entropy is None
     without `entropy=True`.
     """

@@ -48,8 +48,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadOutput(LossOutput):
-    """`loss` and `metrics` as in `policy_loss`; `logp`, `entropy` and, with a teacher, `divergence`
-    of each token, detached, 0 at masked tokens and at those that `skip_zero_advantage` skips.
+    """The result of `linear_policy_loss`: `loss` and `metrics` as in `policy_loss`, and more.
+
+    logp, entropy and, with a teacher, divergence: of each token, detached, and 0 at tokens that are
+    masked or skipped (`skip_zero_advantage`).
     """
 
     logp: Tensor
@@ -94,15 +96,14 @@ def linear_policy_loss(
     ("one_pass"), else "recompute" or "stash"; `explain_plan` returns the plan and its reason.
     Masked tokens are not computed. If every term of the loss is a multiple of the advantage
     (`spec.follows_advantage`), tokens with advantage 0 and tokens that a correction rejects have no
-    gradient: only their forward is computed, for the metrics. skip_zero_advantage, which needs
-    "one_pass", leaves that out too; the metrics then cover the computed tokens only.
+    gradient: only their forward is computed, for the metrics. skip_zero_advantage (only with
+    "one_pass") skips their forward too; the metrics then cover the computed tokens only.
     teacher: the model that the spec's `Divergence` compares with, in the same chunks: a `Teacher`
-    (hidden states and a head), a `TopK`, or computed logits `[..., V]`. With a `Teacher`,
-    "one_pass" takes four matmuls. The teacher gets no gradient.
-    index: selects the hidden state of each loss term, as in `linear_logprobs`; every tensor but
-    hidden, weight and bias then has the shape of index, `[B, T]` or packed `[M]` with `cu_seqlens`
-    over terms. With index, a loss with sequence-level ratios (GSPO) uses "recompute" or "stash",
-    and a teacher raises an error.
+    (hidden states and a head), a `TopK`, or computed logits `[..., V]`. It gets no
+    gradient. index: selects the hidden state of each loss term, as in `linear_logprobs`;
+    every other per-token tensor then has the shape of index, `[B, T]` or packed `[M]` with
+    `cu_seqlens` over terms. With index, a loss with sequence-level ratios (GSPO) uses "recompute"
+    or "stash", and a teacher raises an error.
     """
     check_level(metrics)
     spec = ready_loss(spec)

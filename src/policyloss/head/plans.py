@@ -77,21 +77,22 @@ KINDS = {kind.name: kind for kind in (ONE_PASS, SPARSE, RECOMPUTE, STASH, FORWAR
 class Plan:
     """How a function such as `linear_policy_loss` computes the LM head and its gradient.
 
-    Pass it as `plan=`, with other `rows` or `columns` if you like (`dataclasses.replace`).
+    `explain_plan` returns the one that the library would choose; pass it as `plan=`, with other
+    `rows` or `columns` if you like (`dataclasses.replace`).
 
     name: "one_pass" computes the gradient in the forward, window by window (3 matmuls); "recompute"
     keeps nothing and computes the logits again in the backward (4); "stash" keeps the probabilities
     in the dtype of `weight` (3); "forward" has no backward (1); "sparse" keeps a few entries of
     each row and makes an unbiased estimate of the gradient from them (see `eps` and `seed`): one
     matmul, and two more for the rows with too many kept entries.
-    rows: rows of logits in one window; for "sparse", 0 lets the library choose. columns: the number
-    of vocabulary entries that the backward of "recompute" handles at a time. gathered: how many
-    rows of the logits' gradient "one_pass" and "sparse" collect, in half precision, for one matmul;
-    0: one matmul per window. eps, seed: for "sparse". An entry with a probability of at least eps
-    is kept; a smaller p becomes eps with probability p/eps, else 0. The draw depends on the seed
-    and on the token.
-    The library sets the rest. tokens: the number of rows (tokens); computed: of rows with computed
-    logits; with_gradient: of rows with a gradient. matmuls: an upper bound, in units of one matmul
+    rows: rows of logits in one window, at least 1; for "sparse", 0 lets the library choose.
+    columns: the number of vocabulary entries that the backward of "recompute" handles at a time, at
+    least 1 there. gathered: "one_pass" and "sparse" collect so many rows of the logits' gradient,
+    in half precision, for one matmul; 0: one matmul per window. eps, seed: for "sparse". An entry
+    with a probability of at least eps is kept; a smaller p becomes eps with probability p/eps, else
+    0. The draw depends on the seed and on the token.
+    The library sets the rest. tokens: the number of rows (tokens); computed: of those with computed
+    logits; with_gradient: of those with a gradient. matmuls: an upper bound, in units of one matmul
     of `tokens`·V·D, including those of a teacher. extra_bytes: an upper estimate of the memory
     beyond inputs and gradients. reason: why this plan. kernels: the code used for rows of logits.
     """

@@ -138,8 +138,8 @@ class SequenceMask(Part):
     """seq-mask-TIS: reject a sequence if its ratio old / rollout is outside [low, high].
 
     The ratio of a token is exp(old_logp − rollout_logp). level: the sequence's ratio is the
-    geometric mean or the product of its tokens' ratios. log_clamp: the logarithm of a ratio is
-    clamped to ±log_clamp; None: no clamp.
+    geometric mean or the product of its tokens' ratios. log_clamp: the logarithms of both ratios,
+    the sequence's and the token's, are clamped to ±log_clamp; None: no clamp.
 
     weight: the factor of the policy term in the kept sequences. "token": the token's own ratio, not
     clamped to [low, high] (NeMo-RL, OpenRLHF); "sequence": the sequence's ratio (TRL); None: 1.

@@ -29,9 +29,9 @@ class KL(Part):
     weight: "ratio" multiplies by the ratio of the spec, gradient included (DeepSeek-V3.2's unbiased
     KL); "detached_ratio" multiplies by `sg[ratio]`, or with weight_max by `sg[min(ratio,
     weight_max)]`. clamp: d is clamped to ±clamp; value_clamp: the estimate is clamped to
-    ±value_clamp (with grad="value" the gradient is 0 beyond either bound). anchor: "ref", "teacher"
-    (with grad="k2" this is distillation on the sampled tokens: the gradient is that of
-    `−sg[d]·logp`), or "old"/"rollout" for a proximal penalty.
+    ±value_clamp. Beyond either bound, the estimate's own gradient is 0; that of k2 is not clamped.
+    anchor: "ref", "teacher" (with grad="k2" this is distillation on the sampled tokens: the
+    gradient is that of `−sg[d]·logp`), or "old"/"rollout" for a proximal penalty.
     """
 
     reach: ClassVar[str] = "token"
@@ -126,7 +126,7 @@ class Divergence(Part):
     (1−beta)·student + beta·teacher (beta 0 is the forward and 1 the reverse KL, as in GKD),
     "skew_forward" KL(teacher‖m) (DistiLLM, its λ is beta), "skew_reverse" KL(student‖m) (DistiLLM,
     its λ is 1−beta), "tv" ½Σ|p_s − p_t|, or "generalised", Σ p_s(log p_s − log p_t) − p_s + p_t,
-    which is least at p_s = p_t even if neither sums to 1. p_s and p_t are the probabilities of
+    which is least at p_s = p_t even if entries are left out. p_s and p_t are the probabilities of
     student and teacher.
     weight: None, "ratio" for the ratio of the spec, or the name of a tensor of `extras`; the
     weight, limited to `weight_max`, multiplies the divergence and carries no gradient.
@@ -138,8 +138,8 @@ class Divergence(Part):
     rest: "entry" adds up the probabilities of all other entries (those beyond the k, or those that
     a `TopK` teacher does not provide) as one more entry; "drop" leaves them out; "renormalise"
     leaves them out and divides the probabilities of each model by their sum over the compared
-    entries (an error for a single entry: its divergence is always 0). For "generalised", "entry"
-    means "drop".
+    entries (which must be two or more, or the divergence would always be 0). For "generalised",
+    "entry" means "drop".
 
     `linear_policy_loss(…, teacher=…)` computes the divergence with these settings. For
     `policy_loss(…, divergence=…)`, compute it by `linear_divergence` or `divergence`, and pass the

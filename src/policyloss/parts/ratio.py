@@ -129,8 +129,8 @@ class SegmentRatio(Part):
     """GSPO's ratio within each turn of a dialogue: `exp(mean of the log-ratio over the turn)`.
 
     A turn is the valid tokens of a sequence that share one of `turn_ids`; without `turn_ids`, a
-    contiguous run of valid tokens. With a context-parallel group, a turn may span ranks, and such a
-    run is one of consecutive `positions`. anchor, log_clamp: as in `TokenRatio`.
+    contiguous run of valid tokens. A turn may span the ranks of a context-parallel group; without
+    `turn_ids`, it is then a run of consecutive `positions`. anchor, log_clamp: as in `TokenRatio`.
     """
 
     reach: ClassVar[str] = "sequence"
@@ -154,7 +154,8 @@ class MixedRatio(Part):
     """The mean of the token's ratio r and its sequence's GSPO ratio s (OpenPipe ART).
 
     mean: "arithmetic" is `(r + s) / 2` (ART's "average"), "geometric" is `√(r·s)` (its
-    "geometric_average"). The gradient goes through both ratios.
+    "geometric_average"). The gradient goes through both ratios. anchor, log_clamp: as in
+    `TokenRatio`.
     """
 
     reach: ClassVar[str] = "sequence"

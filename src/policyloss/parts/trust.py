@@ -136,7 +136,7 @@ class SoftGate(TrustPart):
 
 @dataclass(frozen=True)
 class FutureKL(TrustPart):
-    """FIPO: PPO's clip times a detached weight, which grows with the log-ratios from a token on.
+    """FIPO: PPO's clip times a detached weight from the log-ratios of this and later tokens.
 
     The weight is `clip(exp(f), weight_min, weight_max)`, where `f_t = d_t + γ·f_{t+1}` over the
     valid tokens of the sequence, d is the log-ratio, and `γ = 2^(-1/half_life)`, half_life in
@@ -220,7 +220,7 @@ class GammaWeight(TrustPart):
 
 @dataclass(frozen=True)
 class Quadratic(TrustPart):
-    """DRO / Kimi k1.5: `-(A·logp - ½·beta·log_ratio²)`, a quadratic pull to the anchor."""
+    """DRO / Kimi k1.5: `-(A·logp - ½·beta·log_ratio²)`, a pull to the policy in the denominator."""
 
     follows_advantage: ClassVar[bool] = False
     beta: Annotated[
@@ -299,9 +299,9 @@ class CovClip(TrustPart):
     step. fraction: the share of dropped tokens among all tokens, at least one token; if fewer
     tokens qualify, all of these are dropped. A dropped token has policy term 0 and still counts in
     the denominator. eps_low, eps_high: as in `Clip`. Source: arXiv 2505.22617.
-    The random draw is a hash of `seed`, the token's advantage and its logp in the denominator of
-    the ratio, so the same tokens are dropped however the batch is split. (Candidates that agree in
-    both numbers are all dropped, or none of them is.)
+    The random draw is a hash of `seed`, the token's advantage and its log-probability in the
+    denominator of the ratio (old_logp by default), so the same tokens are dropped however the batch
+    is split. (Candidates that agree in both numbers are all dropped, or none of them is.)
     A token whose advantage or logp differs from the mean only by rounding has covariance 0.
     """
 
@@ -444,8 +444,8 @@ def _covariance(t: Tokens, stats: dict[str, Tensor]) -> Tensor:
 class BySign:
     """Tokens with A > 0 use the trust region `positive`, and all others use `negative`.
 
-    At most one of the two may be `CovClip` or `CovKL`. It chooses its tokens from all tokens of the
-    step, whatever the sign of A, but affects only the chosen tokens of its own side.
+    At most one of the two may be `CovClip` or `CovKL`. This one ranks all tokens of the
+    step, with either sign of A, but limits only those of its own side.
     """
 
     positive: Any

@@ -183,7 +183,7 @@ def bounds_of_clip(eps_low: float, high: str, dual: str) -> tuple[Condition, ...
 class TwoSidedClip(TrustPart):
     """INTELLECT-2: `-min(min(r, delta)·A, clip(r, 1-eps_low, 1+eps_high)·A)`.
 
-    delta: the largest ratio, for either sign of A.
+    delta: the largest ratio, also where A < 0.
     """
 
     delta: Annotated[float, bounds(above=1, hint=_DELTA)]
@@ -289,14 +289,14 @@ class DetachedClip(TrustPart):
 
 @dataclass(frozen=True)
 class ProbabilityBand(TrustPart):
-    """DPPO: the ratio weights a token, which is dropped if its probability changed too much.
+    """DPPO: a token whose probability changed too much gets no gradient, but counts in the mean.
 
     p₀ is the token's probability under the policy in the ratio's denominator, p the current one.
     divergence: "tv" `|p-p₀|`, or "kl" `KL(p₀‖p)` over two outcomes, "this token" and "any other
-    token". low, high: the largest divergence for p < p₀ and for p > p₀. sides: "advantage" drops a
-    token only if its probability left the band in the direction in which the advantage pushes it,
-    "both" drops it on either side. form="score": `-sg[min(r, cap)]·A·logp`, where sg stops the
-    gradient; form="ratio": `-r·A` (the same gradient while r ≤ cap).
+    token". low, high: the largest divergence for p < p₀ and for p > p₀. sides: "advantage" drops
+    the gradient only above the band with A > 0 and below it with A < 0, "both" on either side. The
+    loss of other tokens: form="score" `-sg[min(r, cap)]·A·logp`, where sg stops the gradient;
+    form="ratio" `-r·A` (the same gradient while r ≤ cap).
     """
 
     divergence: Literal["tv", "kl"]
@@ -344,9 +344,9 @@ class ProbabilityBand(TrustPart):
 class GeometricClip(TrustPart):
     """GMPO: `-A·exp(mean_t c_t)`, with c_t the token's log-ratio, clipped.
 
-    The log-ratio is clipped to [-eps_low, eps_high] where the advantage pushes it out of the
-    interval. eps_low, eps_high are distances in *log* space. The ratio must be a `TokenRatio`,
-    because `GeometricClip` itself takes the mean over the sequence.
+    The log-ratio is clipped at eps_high where A > 0 and at -eps_low where A < 0; both are distances
+    in *log* space. The ratio must be a `TokenRatio`, because `GeometricClip` itself takes the mean
+    over the sequence.
     """
 
     reach: ClassVar[str] = "sequence"

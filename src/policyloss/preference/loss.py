@@ -55,8 +55,9 @@ def preference_loss(
     baseline: KTO's KL term z of the whole step, only if `spec.baseline`; it gets no gradient.
     totals: the counts of the whole step, `Totals.count(mask_of_the_step)` (if the spec has `nll`:
     `preference.preference_totals`). The losses of its micro-batches then add up to the loss of the
-    whole step, if none splits a pair. A sequence without a valid token is not counted, and its pair
-    counts as half a pair in the mean. cp_group: as in `policy_loss`.
+    whole step, if no micro-batch splits a pair. None or "local": as in `policy_loss`. A sequence
+    without a valid token is not counted: its pair has half the weight of others in the mean.
+    cp_group: as in `policy_loss`.
 
     Metrics: `loss`, `tokens`, `chosen_logp` and `rejected_logp` (means of each sequence's sum),
     `chosen_reward` and `rejected_reward` (`beta` times the `Score` of `spec.terms[0]`), `margin`
@@ -252,10 +253,10 @@ def preference_totals(
     cp_group: Any = None,
     dp_size: int | None = None,
 ) -> Totals:
-    """`Totals.count`, and the number of chosen tokens, which a loss with `nll` divides by.
+    """Count as `Totals.count` does, and count the chosen tokens: a loss divides `nll` by them.
 
     chosen: `[S]` bool as in `preference_loss`, None for pairs. Other arguments: as in
-    `Totals.count`, of all micro-batches of the step on this rank.
+    `Totals.count`. Pass all micro-batches of this rank's step at once.
     """
     where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "cp_group": cp_group}
     check_tensor("mask", mask)

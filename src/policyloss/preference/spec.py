@@ -30,8 +30,8 @@ class Score(Part):
     reference: "ref" takes `logp − ref_logp` of each token, None `logp`. length: whether x is the
     "sum" over tokens or their "mean". tail: the weight of the tokens beyond the length of the
     shorter answer of a pair (LD-DPO); a mean still divides by the number of tokens. shape, with
-    u = eˣ: "power" `(u^(α−1) − 1)/(α − 1)`, which is x for alpha = 1, the reverse KL of f-DPO, and
-    `1 − 1/u` for alpha = 0, its forward KL; "jensen_shannon" `log(2u/(1 + u))`; "log_odds"
+    u = eˣ: "power" `(u^(α−1) − 1)/(α − 1)`, which is x for alpha = 1 (f-DPO's reverse KL) and
+    `1 − 1/u` for alpha = 0 (its forward KL); "jensen_shannon" `log(2u/(1 + u))`; "log_odds"
     `log(u/(1 − u))` (ORPO). Only "power" reads alpha.
     """
 
@@ -52,10 +52,10 @@ class Score(Part):
 
 @dataclass(frozen=True)
 class Logistic(Part):
-    """`−(1 − ε)·log σ(z) − ε·log σ(−z)` of `z = beta·m − target`: DPO's loss.
+    """`−(1 − ε)·log σ(z) − ε·log σ(−z)` of `z = beta·m − target`, m a pair's margin: DPO.
 
-    ε = smoothing is the probability that a label is wrong. `−ε/(1 − 2ε)` in its place makes the
-    loss unbiased under such labels (robust DPO). target: SimPO's γ.
+    smoothing: ε, the probability that a label is wrong. For robust DPO, which is unbiased if a
+    share p of the labels is wrong, pass `−p/(1 − 2p)`. target: SimPO's γ.
     """
 
     beta: Scale
@@ -68,7 +68,7 @@ class Logistic(Part):
 
 @dataclass(frozen=True)
 class Hinge(Part):
-    """`max(0, 1 − beta·m)` (SLiC)."""
+    """`max(0, 1 − beta·m)` of the margin m of a pair (SLiC)."""
 
     beta: Scale
 
@@ -78,7 +78,7 @@ class Hinge(Part):
 
 @dataclass(frozen=True)
 class Square(Part):
-    """`(m − 1/(2·beta))²` (IPO, whose τ is beta)."""
+    """`(m − 1/(2·beta))²` of the margin m of a pair (IPO, whose τ is beta)."""
 
     beta: Scale
 
@@ -88,7 +88,10 @@ class Square(Part):
 
 @dataclass(frozen=True)
 class ReverseKL(Part):
-    """`KL(q‖p)` of q = (σ(z), σ(−z)), `z = beta·m`, and p = (1 − ε, ε), ε = smoothing (EXO)."""
+    """EXO: `KL(q‖p)` of q = (σ(z), σ(−z)) and p = (1 − ε, ε).
+
+    z is `beta·m` with m the margin of a pair. smoothing: ε.
+    """
 
     beta: Scale
     smoothing: Annotated[float, bounds(above=0, below=1)]
@@ -99,7 +102,7 @@ class ReverseKL(Part):
 
 @dataclass(frozen=True)
 class LogisticOrExponential(Part):
-    """`−(1 − g)·log σ(z) + g·e⁻ᶻ` of `z = beta·m`, with g = σ(z/tau) (DiscoPOP)."""
+    """`−(1 − g)·log σ(z) + g·e⁻ᶻ` of the scaled margin `z = beta·m`; g = σ(z/tau) (DiscoPOP)."""
 
     beta: Scale
     tau: Scale
@@ -110,7 +113,7 @@ class LogisticOrExponential(Part):
 
 @dataclass(frozen=True)
 class Sigmoid(Part):
-    """`σ(−beta·m)`: bounded, so that a pair far off has little gradient (APO, KTO)."""
+    """`σ(−beta·m)` of the margin m: bounded, so a large |m| has little gradient (APO, KTO)."""
 
     beta: Scale
 
@@ -128,9 +131,9 @@ class Term(Part):
     """One term of a preference loss: `weight · link(margin)`.
 
     link: a part of this module, or any callable `[P]` → `[P]`. margin, with the scores s_w and s_l
-    and the baseline z of the call (0 if it has none): "pair" `s_w − s_l`; "chosen" `s_w − z`;
-    "against_chosen" `z − s_w`; "rejected" `z − s_l`; and the two of AOT: "ranked_sides", s_w minus
-    the rejected score of the same rank in the batch; "ranked_pair", the difference of
+    (by `score`) and z, the `baseline` of `preference_loss` (or 0): "pair" `s_w − s_l`; "chosen"
+    `s_w − z`; "against_chosen" `z − s_w`; "rejected" `z − s_l`; and the two of AOT: "ranked_sides",
+    s_w minus the rejected score of the same rank in the batch; "ranked_pair", the difference of
     log-probabilities of w and l minus the reference's difference of the same rank.
     """
 

@@ -45,16 +45,16 @@ class DistributionThresholds:
 class DistributionGap:
     """How the engine's distributions (rollout) differ from the trainer's (old).
 
-    positions: how many are compared. by_rank: the largest |Δ logp| at each rank of the trainer's
-    probability, the likeliest first. kl_rollout_old, kl_old_rollout: mean and maximum of
+    positions: how many are compared. by_rank: the largest |Δ logp| of the trainer's likeliest
+    token, of its second likeliest, and so on. kl_rollout_old, kl_old_rollout: mean and maximum of
     KL(rollout‖old) and KL(old‖rollout), in nats. top: how many tokens of each position are
     compared; None: all. With `top`, tokens that are not in both lists are merged into one class,
     which can only lower a KL. swapped: the share of adjacent pairs in the trainer's ranking that
     the engine orders the other way. first_differs: the share of positions where the likeliest
     tokens differ. temperature: the one that turns the trainer's distributions into the engine's,
     None if none does. hidden: the relative difference ‖Δ‖ / ‖old‖ of each layer's hidden states.
-    parted: the first layer where it exceeds the threshold. healthy: whether nothing exceeds its
-    threshold.
+    parted: the first layer where it exceeds the threshold. healthy: whether no number exceeds its
+    threshold in `compare_distributions`.
     """
 
     positions: int
@@ -109,8 +109,8 @@ def compare_distributions(
 
     The result holds mean and maximum KLs, differences of hidden states, and more
     (`DistributionGap`). rollout, old: log-probabilities of the whole vocabulary, `[..., V]`, or a
-    `pl.TopK` of that side's k likeliest tokens at each position, normalised over the vocabulary.
-    rollout_hidden, old_hidden: hidden states `[..., D]`, keyed by the name of the layer or
+    `pl.TopK`: that side's k largest log-probabilities at each position, not renormalised over the
+    k. rollout_hidden, old_hidden: hidden states `[..., D]`, keyed by the name of the layer or
     operator, in the order of computation. thresholds: a `DistributionThresholds`, the largest KL
     and the largest difference of hidden states that count as healthy.
     """

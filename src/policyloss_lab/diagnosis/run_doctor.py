@@ -73,7 +73,7 @@ class RunDiagnosis:
 
 
 def doctor_run(path: str | Path, thresholds: LogThresholds | None = None) -> RunDiagnosis:
-    """Diagnose the logs in `path`. docs/doctor.md lists the formats and the symptoms."""
+    """Diagnose a run by its logs, a file or folder (formats and symptoms: docs/doctor.md)."""
     return diagnose_rows(read_log(path), thresholds, _rollouts(Path(path)))
 
 

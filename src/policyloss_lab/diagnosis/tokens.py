@@ -83,10 +83,11 @@ def doctor(
 
 def doctor_batch(batch: Any, **options: Any) -> Diagnosis:
     """Check a framework's batch with `doctor`: verl's `DataProto` or its `batch`, the inputs of
-    TRL's trainer, OpenRLHF's `Experience`, or any mapping of tensors.
+    TRL's trainer, OpenRLHF's `Experience`, or a mapping with their keys or with `doctor`'s
+    arguments as keys.
 
-    options: further arguments of `doctor`, such as `model`. The batch's own prompts are not read;
-    to use them, pass `prompts`.
+    options: further arguments of `doctor`, such as `model`. Prompts are not taken from the batch:
+    pass `prompts`.
     """
     batch = getattr(batch, "batch", batch)
     batch = batch if hasattr(batch, "keys") else vars(batch)

@@ -29,11 +29,11 @@ class WhatIf:
     """A comparison of losses on the same tokens.
 
     outcomes: one for each loss that could be tried, yours first if there is one. refused: {name:
-    reason} of the other losses. by_token: cosines between the losses' gradients, and how a step on
-    each loss would change each sequence's log-probability, if every token's log-probability were a
-    parameter. by_model: the same with the parameters of a model, or None. through: whether
-    gradients are taken with respect to "tokens", "head" or "parameters". remedies: the changes
-    that cure the problems of your loss.
+    reason} of the other losses. by_token: with the log-probability of every token as a parameter,
+    the cosines between the losses' gradients, and the change of each sequence's log-probability by
+    a step on each loss. by_model: the same with the parameters of a model, or None. through: the
+    parameters of `by_model`, "head" or "parameters"; "tokens" without a model. remedies: the
+    changes that cure the problems of your loss.
     """
 
     tokens: StoredTokens
@@ -242,7 +242,7 @@ def what_if(
     "parameters" (all parameters of the model), "head" (the weight of its head) or "tokens" (the
     log-probabilities, without the model). The default is "tokens" without a model; with a model, it
     is "parameters" if the gradients of all losses hold at most 2²⁸ numbers together, else "head".
-    limits: your loss is flagged beyond these (`policyloss_lab.whatif.Limits`).
+    limits: when the result warns of your loss (`policyloss_lab.whatif.Limits`).
     """
     if through is not None and through not in THROUGH_WORDS:
         raise InputError(unknown_name("through", through, THROUGH_WORDS))
