@@ -183,8 +183,8 @@ class MicroBatch(Mapping[str, Any]):
             micro.loss(logp_of(model, micro["ids"])).backward()
 
     is_last: whether this is the rank's last micro-batch of the step. Run the backward of the last
-    one outside of `no_sync`: DDP then averages the gradients of the ranks. is_used: whether `loss`
-    or `arguments` was called.
+    one outside of `no_sync`: DDP then averages the gradients of the ranks, as `loss` expects.
+    is_used: whether `loss` or `arguments` was called.
     """
 
     def __init__(self, step: Accumulation, data: Mapping[str, Any], is_last: bool) -> None:

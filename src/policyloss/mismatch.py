@@ -38,7 +38,7 @@ class Mismatch:
 
     Make one with `Mismatch.of`; `a + b` merges micro-batches, and `all_reduce(group)` merges ranks.
     Read it with its methods, such as `compute`. The fields are sums, with d = old_logp −
-    rollout_logp and ρ = e^d; the module gives the edges of bins.
+    rollout_logp and ρ = e^d; the edges of bins: see `policyloss.mismatch`.
     by_bin: `[2, ROWS, BINS + 1 + K]`; `by_bin[0]` has a row for each range of positions,
     `by_bin[1]` for each range of ages (updates since sampling). A row holds the histogram of d
     (BINS counts), Σ ρ², and for each of the K bands the number of tokens with ρ outside it.

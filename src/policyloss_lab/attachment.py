@@ -71,10 +71,10 @@ def never_fails(
 class Attachment:
     """Records a running trainer and diagnoses it (`doctor`, `doctor_run`); `attach` returns it.
 
-    path: the run directory, which holds the report page, report.html. findings: {name: cause or
-    symptom} so far. halt: None, or (name, sentence) once a name in `halt_on` is found; then TRL
-    stops after the step, and other trainers get a `RunHaltedError`. active: whether it is
-    recording. As a context manager, it detaches on exit.
+    path: the run directory, which holds the report page, report.html. findings: each `Finding` (a
+    cause or symptom) so far, by name. halt: None, or (name, sentence) once a name in `halt_on` is
+    found; then TRL stops after the step, and other trainers get a `RunHaltedError`. active: whether
+    it is recording. As a context manager, it detaches on exit.
     """
 
     def __init__(

@@ -40,8 +40,8 @@ def opd(
     teacher_logp, old_logp, mask and the result: `[B, T]` or `[N]`. The log-probabilities are those
     of the sampled tokens; old_logp belongs to the policy that sampled them, recomputed by the
     trainer or, failing that, from the rollout engine. base: advantages computed from rewards, one
-    per token or one per sequence, `[S]` (`[S, 1]` if packed tokens are spread over a `cp_group`).
-    Masked tokens get 0.
+    per token, or per sequence: `[S]` (packed with a `cp_group`: `[S, 1]`). cu_seqlens, cp_group: as
+    in `policy_loss`. Masked tokens get 0.
     Source: arXiv 2601.02780, equation 8; NeMo-RL's, slime's and Tinker's on-policy distillation.
     """
     check_number("coef", coef, finite=True)

@@ -140,7 +140,7 @@ def reinforce_pp_baseline(
 ) -> Tensor:
     """REINFORCE++-baseline: `r − μ` (μ: the group mean), whitened over all valid *tokens*.
 
-    A sequence counts once for each of its `lengths` tokens.
+    One value per sequence; in the whitening, a sequence of n tokens (`lengths`) counts n times.
     Source: Hu et al., arXiv 2501.03262; verl's reinforce_plus_plus_baseline. In a constant group or
     a group of one, `r − μ` is 0 before whitening; with `single="raw"`, a group of one keeps r. A
     sequence of length 0 does not count, and gets 0.
@@ -179,7 +179,8 @@ def opo(
 ) -> Tensor:
     """OPO: `r − Σ l·r / Σ l` over the group, with l the length.
 
-    This baseline minimises the gradient's variance if its squared norm is proportional to l.
+    This baseline minimises the variance of the policy gradient if a sequence's squared gradient
+    norm is proportional to l.
     Source: Hao et al., arXiv 2505.23585. Constant group: 0. Group of one: 0, or r with
     `single="raw"` (verl).
     group: the process group that a prompt's samples may span, as in `group_advantages`.
@@ -304,8 +305,8 @@ def asymre(
 ) -> Tensor:
     """AsymRE: `r − (μ + shift)`. A negative shift weights failures less than successes.
 
-    μ is the mean of the group. Constant group: −shift. Group of one: −shift, or r itself, without
-    the shift, with `single="raw"` (Trinity).
+    μ is the mean of the group. A constant group or a group of one gives −shift; with `single="raw"`
+    (Trinity), a group of one gives r.
     group: the process group that a prompt's samples may span, as in `group_advantages`.
     Source: Arnal et al., arXiv 2506.20520; shift as in Trinity-RFT's asymre.
     """

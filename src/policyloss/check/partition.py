@@ -118,8 +118,8 @@ def partition_check(
       for ONE optimizer step: it zeroes the gradients and runs forward and backward of each, without
       an optimizer step and without gradient clipping. It returns the model, its parameters, or the
       gradients (a mapping or an iterable of tensors; a few layers are enough).
-    batch: needs `mask`, `[B, T]` or packed `[N]` with `cu_seqlens`. A tensor with a dimension as
-      long as the number of rows, tokens or sequences is split along it; others stay whole.
+    batch: needs `mask`, `[B, T]` or packed `[N]` with `cu_seqlens`. A tensor with a dimension of
+      size B (packed: N, or the number of sequences) is split along it; all else stays whole.
     cuts: a mapping from the name of a split to its micro-batches, each a list of sequence indices.
     The default splits are halves, single sequences, one sequence and the rest, and short and long
     sequences.

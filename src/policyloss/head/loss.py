@@ -99,11 +99,11 @@ def linear_policy_loss(
     gradient: only their forward is computed, for the metrics. skip_zero_advantage (only with
     "one_pass") skips their forward too; the metrics then cover the computed tokens only.
     teacher: the model that the spec's `Divergence` compares with, in the same chunks: a `Teacher`
-    (hidden states and a head), a `TopK`, or computed logits `[..., V]`. It gets no
-    gradient. index: selects the hidden state of each loss term, as in `linear_logprobs`;
-    every other per-token tensor then has the shape of index, `[B, T]` or packed `[M]` with
-    `cu_seqlens` over terms. With index, a loss with sequence-level ratios (GSPO) uses "recompute"
-    or "stash", and a teacher raises an error.
+    (hidden states and a head), a `TopK`, or computed logits `[..., V]`. It gets no gradient.
+    index: selects the hidden state of each scored token, as in `linear_logprobs`; every other
+    per-token tensor then has the shape of index, `[B, M]` or packed `[M]` with `cu_seqlens` over
+    scored tokens. With index, a loss with sequence-level ratios (GSPO) uses "recompute" or "stash",
+    and a teacher raises an error.
     """
     check_level(metrics)
     spec = ready_loss(spec)

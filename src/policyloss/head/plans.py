@@ -87,14 +87,15 @@ class Plan:
     matmul, and two more for the rows with too many kept entries.
     rows: rows of logits in one window, at least 1; for "sparse", 0 lets the library choose.
     columns: the number of vocabulary entries that the backward of "recompute" handles at a time, at
-    least 1 there. gathered: "one_pass" and "sparse" collect so many rows of the logits' gradient,
-    in half precision, for one matmul; 0: one matmul per window. eps, seed: for "sparse". An entry
-    with a probability of at least eps is kept; a smaller p becomes eps with probability p/eps, else
-    0. The draw depends on the seed and on the token.
-    The library sets the rest. tokens: the number of rows (tokens); computed: of those with computed
-    logits; with_gradient: of those with a gradient. matmuls: an upper bound, in units of one matmul
-    of `tokens`·V·D, including those of a teacher. extra_bytes: an upper estimate of the memory
-    beyond inputs and gradients. reason: why this plan. kernels: the code used for rows of logits.
+    least 1 there. gathered: the number of rows of the logits' gradient that "one_pass" and
+    "sparse" collect, in half precision, for one matmul; 0: one matmul per window. eps, seed: for
+    "sparse". An entry with a probability of at least eps is kept; a smaller p becomes eps with
+    probability p/eps, else 0. The draw depends on the seed and on the token.
+    The library sets the rest. tokens: the number of rows (tokens); computed: how many of them have
+    computed logits; with_gradient: how many have a gradient. matmuls: an upper bound, in units of
+    one matmul of `tokens`·V·D, including those of a teacher. extra_bytes: an upper estimate of the
+    memory beyond inputs and gradients. reason: why this plan. kernels: the code used for rows of
+    logits.
     """
 
     name: str

@@ -299,10 +299,10 @@ class CovClip(TrustPart):
     step. fraction: the share of dropped tokens among all tokens, at least one token; if fewer
     tokens qualify, all of these are dropped. A dropped token has policy term 0 and still counts in
     the denominator. eps_low, eps_high: as in `Clip`. Source: arXiv 2505.22617.
-    The random draw is a hash of `seed`, the token's advantage and its log-probability in the
-    denominator of the ratio (old_logp by default), so the same tokens are dropped however the batch
-    is split. (Candidates that agree in both numbers are all dropped, or none of them is.)
-    A token whose advantage or logp differs from the mean only by rounding has covariance 0.
+    The random draw is a hash of `seed`, the token's advantage and its old_logp (or whatever
+    the ratio divides by), so the same tokens are dropped however the batch is split. (Candidates
+    that agree in both numbers are all dropped, or none of them is.) A token whose advantage or logp
+    differs from the mean only by rounding has covariance 0.
     """
 
     statistics_names: ClassVar[tuple[str, ...]] = (*_MEANS, "draw_threshold")

@@ -228,9 +228,10 @@ class DetachedClip(TrustPart):
     """CISPO: `-sg[clip(r, ratio_min, ratio_max)]·A·logp`, where sg stops the gradient.
 
     ratio_min and ratio_max bound the ratio r itself, not its distance from 1. outside="clip" keeps
-    every token's gradient; "zero_by_sign" zeroes the loss of the tokens that PPO would clip; "zero"
-    zeroes it for every token outside the bounds. weight="one" replaces the ratio by 1, so the loss
-    of a token that is not zeroed is `-A·logp` (REC without importance sampling).
+    every token's gradient; "zero_by_sign" zeroes the loss of the tokens that PPO would clip, and
+    clips r of the others; "zero" zeroes it for every token outside the bounds. weight="one"
+    replaces the ratio by 1, so the loss of a token that is not zeroed is `-A·logp` (REC without
+    importance sampling).
     """
 
     ratio_min: Annotated[float, bounds(least=0, finite=True, hint=_RATIO)]

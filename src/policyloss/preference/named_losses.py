@@ -131,7 +131,7 @@ def presets() -> tuple[str, ...]:
 def preset(name: str, **values: Any) -> PreferenceSpec:
     """The preference loss called `name`; `values` replace fields in every part that has them.
 
-    pl.preference.preset("dpo", beta=0.05, tail=0.5)
+    pl.preference.preset("dpo", beta=0.05)  # presets() lists the names
     """
     return as_preference(name).with_fields(**values)
 

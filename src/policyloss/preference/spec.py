@@ -52,10 +52,10 @@ class Score(Part):
 
 @dataclass(frozen=True)
 class Logistic(Part):
-    """`−(1 − ε)·log σ(z) − ε·log σ(−z)` of `z = beta·m − target`, m a pair's margin: DPO.
+    """`−(1 − ε)·log σ(z) − ε·log σ(−z)` of `z = beta·m − target`: DPO.
 
-    smoothing: ε, the probability that a label is wrong. For robust DPO, which is unbiased if a
-    share p of the labels is wrong, pass `−p/(1 − 2p)`. target: SimPO's γ.
+    m is the margin of a `Term`. smoothing: ε, the probability that a label is wrong. For robust
+    DPO (unbiased if a share p of the labels is wrong), pass `−p/(1 − 2p)`. target: SimPO's γ.
     """
 
     beta: Scale
@@ -68,7 +68,7 @@ class Logistic(Part):
 
 @dataclass(frozen=True)
 class Hinge(Part):
-    """`max(0, 1 − beta·m)` of the margin m of a pair (SLiC)."""
+    """`max(0, 1 − beta·m)` of the margin m of a `Term` (SLiC)."""
 
     beta: Scale
 
@@ -78,7 +78,7 @@ class Hinge(Part):
 
 @dataclass(frozen=True)
 class Square(Part):
-    """`(m − 1/(2·beta))²` of the margin m of a pair (IPO, whose τ is beta)."""
+    """`(m − 1/(2·beta))²` of the margin m of a `Term` (IPO, whose τ is beta)."""
 
     beta: Scale
 
@@ -90,7 +90,7 @@ class Square(Part):
 class ReverseKL(Part):
     """EXO: `KL(q‖p)` of q = (σ(z), σ(−z)) and p = (1 − ε, ε).
 
-    z is `beta·m` with m the margin of a pair. smoothing: ε.
+    z is `beta·m` with m the margin of a `Term`. smoothing: ε.
     """
 
     beta: Scale
@@ -102,7 +102,10 @@ class ReverseKL(Part):
 
 @dataclass(frozen=True)
 class LogisticOrExponential(Part):
-    """`−(1 − g)·log σ(z) + g·e⁻ᶻ` of the scaled margin `z = beta·m`; g = σ(z/tau) (DiscoPOP)."""
+    """`−(1 − g)·log σ(z) + g·e⁻ᶻ` with `z = beta·m` and g = σ(z/tau) (DiscoPOP).
+
+    m is the margin of a `Term`.
+    """
 
     beta: Scale
     tau: Scale
@@ -113,7 +116,7 @@ class LogisticOrExponential(Part):
 
 @dataclass(frozen=True)
 class Sigmoid(Part):
-    """`σ(−beta·m)` of the margin m: bounded, so a large |m| has little gradient (APO, KTO)."""
+    """`σ(−beta·m)` of the margin m of a `Term`: a large |m| has little gradient (APO, KTO)."""
 
     beta: Scale
 

@@ -22,8 +22,10 @@ from policyloss_lab.reading import open_file, parse_object
 
 @dataclass(frozen=True)
 class RunDiagnosis:
-    """The symptoms in the log of a run. findings: sorted, causes before effects. steps: how many
-    were examined. metrics: the names of the curves that were recognised.
+    """The result of `doctor_run`: the symptoms in the log of a run.
+
+    findings: sorted, causes before effects. steps: how many were examined. metrics: the names of
+    the curves that were recognised.
     """
 
     findings: tuple[Finding, ...]

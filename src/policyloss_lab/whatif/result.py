@@ -232,17 +232,17 @@ def what_if(
 
     source: a run directory, a .jsonl or .safetensors file of tokens (docs/what_if.md lists the
     names), or the arguments of `policy_loss` by name, padded `[B, T]` or packed `[N]`; optionally
-    "rewards" `[S]`, and for a model "ids" (one per token) and "prompts", the token ids before each
-    sequence. losses: presets or specs to try, by default every preset. spec: your loss, with which
-    the others are compared; by default, that of the run directory, else none. step: the stored step
-    of a run to use, or "all"; by default, the last step with a nonzero advantage.
+    "rewards" `[S]`, and for a model "ids" (one per token) and "prompts", a list of token ids for
+    each sequence. losses: presets or specs to try, by default every preset. spec: your loss, with
+    which the others are compared; by default, that of the run directory, else none. step: the
+    stored step of a run to use, or "all"; by default, the last step with a nonzero advantage.
 
     model: a Hugging Face model, to compare the gradients of its weights. temperature: the sampler's
     temperature, for the model's log-probabilities. through: the variables to differentiate by:
     "parameters" (all parameters of the model), "head" (the weight of its head) or "tokens" (the
     log-probabilities, without the model). The default is "tokens" without a model; with a model, it
     is "parameters" if the gradients of all losses hold at most 2²⁸ numbers together, else "head".
-    limits: when the result warns of your loss (`policyloss_lab.whatif.Limits`).
+    limits: thresholds of the warnings about `spec` (`policyloss_lab.whatif.Limits`).
     """
     if through is not None and through not in THROUGH_WORDS:
         raise InputError(unknown_name("through", through, THROUGH_WORDS))
