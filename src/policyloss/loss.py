@@ -91,9 +91,10 @@ def policy_loss(
       that of the weights that sampled the token. A version may count updates or steps. `Stale`
       and `old_logp="loglinear"` read them.
     - `totals` are the counts of the whole optimizer step (`Totals.count`). None or "local": this
-      call holds the whole batch. None is an error if there are other ranks. With `cp_group`, the
-      calls of its ranks hold the batch together, and the training engine must sum their losses and
-      gradients (if it averages over these ranks instead, pass `Totals.count(mask, cp_group=…)`).
+      call holds the whole batch; None is an error if torch.distributed runs on several ranks. With
+      `cp_group`, "local" means that the calls of its ranks hold the batch together, and the
+      training engine must sum their losses and gradients (if it averages over these ranks instead,
+      pass `Totals.count(mask, cp_group=…)`).
     - `cp_group` is the process group over which each sequence's tokens are spread (context
       parallel). `positions` are token-shaped integers, each token's index in its whole sequence.
       Only parts that depend on the order of tokens (such as turns without `turn_ids`) read

@@ -241,8 +241,8 @@ def gdpo(
 
     Each reward is normalised as `(r_k − μ_k)/(σ_k + eps)`, or with scale=None as `r_k − μ_k`.
     rewards: `[S, K]`; the result is `[S]`. weights: K numbers, 1 by default. lengths: `[S]`, the
-    numbers of tokens: the whitening weights each sequence by its length, as verl does; without
-    lengths, equally. group: ranks that share the batch, as in `group_advantages`.
+    numbers of tokens: in the whitening, a sequence counts by its length, as in verl; without
+    lengths, all count equally. group: ranks that share the batch, as in `group_advantages`.
     Source: Liu et al., arXiv 2601.05242. A reward that is constant in a group adds 0 there; a group
     of one adds 0, or r with single="raw".
     """

@@ -40,7 +40,7 @@ def optimal_token_baseline(
 
     The sums run over the sequences of the group that have a token t.
     G is the reward-to-go and W the squared norm of the gradient up to token t:
-    `W_t = Σ_{j≤t} w_j²·(1 − 2π_j + Σ_v π_v²)`, where π_j is the probability of the sampled token
+    `W_t = Σ_{j≤t} w_j²·(1 − 2π_j + Σ_v π_v²)`, where π is the old policy, π_j = exp(old_logp_j),
     and Σ_v π_v² runs over the vocabulary; the bracket is ‖onehot − π‖², the squared gradient of
     logp with respect to the logits. So the baseline is the mean return of the group at that token,
     weighted by W.
@@ -48,10 +48,10 @@ def optimal_token_baseline(
     rewards: `[B, T]`, or one per sequence `[B]`, which is put on the last valid token. group_ids:
     `[B]`. mask, old_logp, sum_pi_squared (`Σ_v π_v²`) and weights w (of a rollout correction, 1 by
     default): `[B, T]`. The result is `[B, T]`, 0 at masked tokens, without gradient.
-    zero_tail: at the tokens that only the group's longest sequence has, its own return would be its
-    baseline and A = 0; True uses baseline 0 at these tokens, so that A = G.
+    zero_tail: at the tokens that only the group's longest sequence has, True uses baseline 0 (A =
+    G), False its own return (A = 0).
     bridge: True means that token t is the t-th valid token of its sequence. False (for single
-    turns) means that token t is column t; the tail of zero_tail then begins at column n, the
+    turns) means that token t is column t; zero_tail then acts from column n on, with n the
     second-largest number of valid tokens in the group.
     A group of one has baseline 0. The dtype is that of the inputs (float32 for half precision).
     group: the process group that a prompt's samples may span (T may differ between ranks), as in

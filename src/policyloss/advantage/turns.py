@@ -211,13 +211,13 @@ def mt_grpo(
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """MT-GRPO: `A_{i,k} = Â(outcome_i) + coef·Σ_{l≥k} Â(r_{i,l})`, l before the last turn.
+    """MT-GRPO: `A_{i,k} = Â(outcome_i) + coef·Σ_{k≤l<K_i} Â(r_{i,l})`, K_i the last turn.
 
     Â is `group_advantages`: `Â(outcome)` over the trajectories of a group, `Â(r_l)` over those that
     have a turn after turn l. outcomes: `[S]`. rewards: those of the turns; a last turn's reward is
     ignored. scale, eps: as in `group_advantages`.
-    **The gradient is biased if the policy decides when to stop**: each turn that a trajectory adds
-    subtracts one more mean, so the baseline depends on the action. docs/turns.md has the size of
+    **The gradient is biased if the policy decides when to stop**: each further turn subtracts one
+    more group mean, so the baseline depends on the action to stop. docs/turns.md has the size of
     the bias in an example; `turn_loo` has no bias.
     Shapes and group: see `policyloss.advantage.turns`.
     Source: arXiv 2505.11821; the bias is verl#7244.

@@ -263,7 +263,7 @@ class WeightMean(_Average):
 class LengthWeighted(_Average):
     """LUSPO: the mean over the step's B sequences of (token mean · length): `1 / B` per token.
 
-    The loss equals that of `SeqMeanTokenSum`.
+    The same average as `SeqMeanTokenSum`, in LUSPO's terms.
     """
 
     divides_by: ClassVar[str] = "sequences"

@@ -124,10 +124,10 @@ class Divergence(Part):
 
     kind: "forward" KL(teacher‖student), "reverse" KL(student‖teacher), "jsd" with the mixture m =
     (1−beta)·student + beta·teacher (beta 0 is the forward and 1 the reverse KL, as in GKD),
-    "skew_forward" KL(teacher‖m) (DistiLLM, its λ is beta), "skew_reverse" KL(student‖m) (DistiLLM,
-    its λ is 1−beta), "tv" ½Σ|p_s − p_t|, or "generalised", Σ p_s(log p_s − log p_t) − p_s + p_t,
-    which is least at p_s = p_t even if entries are left out. p_s and p_t are the probabilities of
-    student and teacher.
+    "skew_forward" KL(teacher‖m) (DistiLLM's with lam = beta), "skew_reverse" KL(student‖m)
+    (DistiLLM's with lam = 1−beta), "tv" ½Σ|p_s − p_t|, or "generalised", Σ p_s(log p_s − log p_t) −
+    p_s + p_t, which is least at p_s = p_t even if entries are left out. p_s and p_t are the
+    probabilities of student and teacher.
     weight: None, "ratio" for the ratio of the spec, or the name of a tensor of `extras`; the
     weight, limited to `weight_max`, multiplies the divergence and carries no gradient.
     clamp: the divergence is clamped to ±clamp, or to a pair (low, high) with None for no bound; its

@@ -270,7 +270,7 @@ class Regression(TrustPart):
 class TaperedNegative(TrustPart):
     """TOPR: `-A·logp` where A > 0; elsewhere `-sg[min(r, ratio_max)]·A·logp`.
 
-    sg stops the gradient. So a token with A < 0 gets less weight as it becomes unlikely.
+    r is the ratio of the spec; sg stops the gradient. Where A < 0, the weight falls with r.
     """
 
     ratio_max: Positive = 1.0
@@ -444,8 +444,8 @@ def _covariance(t: Tokens, stats: dict[str, Tensor]) -> Tensor:
 class BySign:
     """Tokens with A > 0 use the trust region `positive`, and all others use `negative`.
 
-    At most one of the two may be `CovClip` or `CovKL`. This one ranks all tokens of the
-    step, with either sign of A, but limits only those of its own side.
+    At most one of the two may be `CovClip` or `CovKL`. That part sorts all tokens of the
+    step, of both signs of A, but limits only those of its own sign.
     """
 
     positive: Any
