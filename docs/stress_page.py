@@ -73,8 +73,8 @@ STUDIES = {  # the title, the setting, and the panels: title, curve, end or begi
 
 # Findings -----------------------------------------------------------------------------------------
 
-# (title, text), in the words of `str.format` with the numbers of `facts`. A finding with a number
-# that no run gives yet is left out.
+# (title, text, parts of the chart with its runs); title and text are in the words of `str.format`
+# with the numbers of `facts`. A finding with a number that no run gives yet is left out.
 FINDINGS = [
     (
         "Without a difficulty, the loss hardly matters.",
@@ -83,6 +83,7 @@ FINDINGS = [
         "{all_collapsed[on_policy]} of {all_runs[on_policy]} runs collapse. Wrong rewards and a "
         "long tail of lengths change little ({all_collapsed[noisy]} and {all_collapsed[long_tail]} "
         "collapses).",
+        ("chart presets",),
     ),
     (
         "Old completions separate them: at 16 steps of age, `dapo` falls to "
@@ -97,6 +98,7 @@ FINDINGS = [
         "the sampler). On `addition`, `dapo` ends at {final[addition dapo stale_16]:.2f}, with TIS "
         "at {final[addition TIS stale_16]:.2f} and with OPSM at "
         "{final[addition OPSM stale_16]:.2f}.",
+        ("chart presets", "chart corrections", "chart tasks"),
     ),
     (
         "With 8 times the learning rate, `dapo` falls to {final[dapo lr_8]:.2f}, and with a KL to "
@@ -106,6 +108,7 @@ FINDINGS = [
         "presets collapse. It is no remedy for old completions: at 16 steps of age `dapo` with it "
         "ends at {final[dapo-with-KL stale_16]:.2f}, `grpo` with and without it at "
         "{final[grpo stale_16]:.2f} and {final[grpo-without-KL stale_16]:.2f}.",
+        ("chart presets", "chart ablations"),
     ),
     (
         "A narrow sequence mask does more harm than the mismatch.",
@@ -117,6 +120,7 @@ FINDINGS = [
         "{final[seq_mask_tis top_p]:.2f} with one that cuts at top-p 0.9. On the GPU, with a "
         "sampler in 4 bits, the narrow mask ends at {final[gpu int4, seq-mask mismatch]:.2f}, no "
         "correction at {final[gpu int4, none mismatch]:.2f}.",
+        ("chart presets", "chart corrections", "chart_gpu"),
     ),
     (
         "A sampler of fewer bits did no measurable harm in so few steps.",
@@ -132,6 +136,7 @@ FINDINGS = [
         "to {high[gpu fp8, none mismatch]:.2f} in float8 and from "
         "{low[gpu int4, none mismatch]:.2f} to {high[gpu int4, none mismatch]:.2f} in 4 bits: the "
         "seeds differ by more than the samplers.",
+        ("chart presets", "chart_gpu"),
     ),
     (
         "Dual clip bounds the gradient, and saved no run.",
@@ -139,6 +144,7 @@ FINDINGS = [
         "norm of the gradient is {norm[gpu ppo dual_clip]:.3g} with PPO's clip, "
         "{norm[gpu ppo_dual_clip dual_clip]:.3g} with dual clip; the final accuracy is at most "
         "{high[gpu ppo dual_clip]:.2f} and {high[gpu ppo_dual_clip dual_clip]:.2f}.",
+        ("chart_gpu",),
     ),
     (
         "Two known biases did not show in three seeds of a GPU.",
@@ -149,6 +155,7 @@ FINDINGS = [
         "were short and of similar length, so this does not excuse either; it shows that a run of "
         "this size cannot find such a mistake, and a [check of the gradient]"
         "(partition_check.md) can.",
+        ("chart_gpu",),
     ),
 ]
 
@@ -182,12 +189,14 @@ def facts(grid: Grid) -> dict[str, dict[str, Any]]:
 def findings_section(grid: Grid) -> str:
     """The findings whose numbers are there."""
     numbers, parts = facts(grid), []
-    for title, text in FINDINGS:
+    for title, text, ran in FINDINGS:
+        by = ", ".join(f"`{x}`" for x in ran)
         try:
-            parts.append(f"- **{title.format(**numbers)}** {text.format(**numbers)}")
+            parts.append(f"- **{title.format(**numbers)}** {text.format(**numbers)} ({by})")
         except KeyError:
             continue
-    return join("## Findings", "\n".join(parts)) if parts else ""
+    about = "In parentheses: the commands of the runs, after `python -m benchmarks.`"
+    return join("## Findings", about, "\n".join(parts)) if parts else ""
 
 
 # Runs ---------------------------------------------------------------------------------------------
@@ -275,7 +284,6 @@ def stress_page(grid: Grid, gpu: Data, machines: Sequence[str]) -> str:
         "# Which loss survives what",
         GENERATED,
         about_runs(grid, gpu, machines),
-        findings_section(grid),
         "## Every loss under every condition",
         picture("phase", "Heat map of final accuracy by loss and condition"),
         "A dot shows the family of the loss. Rows are sorted by the mean over the conditions that "
@@ -285,6 +293,7 @@ def stress_page(grid: Grid, gpu: Data, machines: Sequence[str]) -> str:
         picture("survival", "Share of surviving runs of each family"),
         "A run survives if it does not fail and ends above half of its best accuracy.",
         picture("main", "Mean accuracy of the main losses"),
+        findings_section(grid),
         corrections_section(grid),
         harder_section(grid),
         gpu_section(grid, gpu) if gpu["runs"] else "",

@@ -129,7 +129,8 @@ def gpu_run(name: str, seed: int, end: float, norms: list[float | None]) -> dict
 
 def test_page_of_a_small_chart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["{final[gspo stale_4]:.3f} to {high[gspo stale_4]}", "{final[gspo lr_8]:.3f}"]
-    monkeypatch.setattr(stress_page, "FINDINGS", [("{best[on_policy]}:", text) for text in texts])
+    findings = [("{best[on_policy]}:", text, ("chart presets",)) for text in texts]
+    monkeypatch.setattr(stress_page, "FINDINGS", findings)
     assert stress_page.stress_pages(tmp_path) == {}
     found = pages(tmp_path, a_chart(), None)
     page = found["docs/stress.md"]
@@ -137,7 +138,7 @@ def test_page_of_a_small_chart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "3 losses, 1 variants of them, 2 conditions and 3 seeds" in page
     assert "1 failed with an error, and 1 more collapsed." in page
     # (0.4 + 0.96 + 0.97)/3; the finding about lr_8 has no run.
-    assert "- **gspo:** 0.777 to 0.97\n\n" in page
+    assert "- **gspo:** 0.777 to 0.97 (`chart presets`)\n\n" in page
     # 0.8 − 0.9, 0.82 − 0.91, 0.84 − 0.92: deviations of ±0.005, t = 0.09/0.0058 = 15.6, p = 0.004.
     assert "| TIS | **-0.090 (-0.100 to -0.080)** |" in page
     assert "Of 1 differences, 1 are significant" in page
