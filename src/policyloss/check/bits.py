@@ -180,7 +180,7 @@ def bits_check(
         "once more": [everyone],
         "alone": [[i] for i in everyone],
         "in the reverse order": [everyone[::-1]],
-        "beside one other": [[i, (i + 1) % n] for i in everyone],
+        "with one other": [[i, (i + 1) % n] for i in everyone],
         "every sequence twice": [everyone * 2],
     }
     expected = _run(fn, sequences, [everyone], "fn", "all together")

@@ -64,7 +64,7 @@ def _share(name: str, counts: Counts) -> Tensor:
     return count / count.sum()
 
 
-# By what a share counts: its words, and the loss that averages over it.
+# The words for each unit of a share, and the loss that averages over that unit.
 _SHARES = {
     "tokens": ("the valid tokens", "mean over the tokens"),
     "sequences": ("the sequences", "mean over the sequences (or padded rows)"),
@@ -248,8 +248,8 @@ def unequal_factors_words(factors: list[tuple[int, float]], names: PieceNames) -
 
 
 COMPANIONS = (
-    "The whole batch's gradient is no weighted sum of those of its {many}: what a sequence "
-    "contributes depends on which others are with it (advantages normalised or groups compared "
+    "The whole batch's gradient is no weighted sum of those of its {many}: the share of a "
+    "sequence depends on which others are with it (advantages normalised or groups compared "
     "per {one}, batch statistics, attention across a pack). Remedy: compute such things over the "
     "whole step, before it is cut."
 )

@@ -19,7 +19,7 @@ G = torch.Generator().manual_seed(0)
 EMBEDDING = torch.randn(VOCAB, SIZE, generator=G)
 WEIGHT = torch.randn(VOCAB, SIZE, generator=G) / SIZE**0.5
 SEQUENCES = [torch.randint(VOCAB, (n,), generator=G) for n in (5, 21, 1, 12)]
-RUNS = ("once more", "alone", "in the reverse order", "beside one other", "every sequence twice")
+RUNS = ("once more", "alone", "in the reverse order", "with one other", "every sequence twice")
 
 
 def head(sequences: list[Tensor]) -> list[Tensor]:
@@ -65,9 +65,9 @@ def test_the_exact_head():
 @pytest.mark.parametrize(
     ("shift", "names"),
     [
-        (lambda sequences, i: i, {"in the reverse order", "beside one other", "alone"}),
-        (lambda sequences, i: len(sequences), {"alone", "beside one other", RUNS[-1]}),
-        (lambda sequences, i: max(map(len, sequences)), {"alone", "beside one other"}),
+        (lambda sequences, i: i, {"in the reverse order", "with one other", "alone"}),
+        (lambda sequences, i: len(sequences), {"alone", "with one other", RUNS[-1]}),
+        (lambda sequences, i: max(map(len, sequences)), {"alone", "with one other"}),
     ],
     ids=["by the place", "by the number", "by the padding"],
 )

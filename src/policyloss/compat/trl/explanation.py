@@ -54,7 +54,7 @@ def explain_config(config: Any) -> str:
     spec = spec_from_config(config, handled=EXTRA_OPTIONS)
     described = {
         "Options that decide it": _deciding(config),
-        "Options beside the policy loss": _extra(config),
+        "Options besides the policy loss": _extra(config),
     }
     sections = {
         title: [f"- {_show(config, *names)}: {text}" for text, (ok, names) in lines.items() if ok]
