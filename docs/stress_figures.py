@@ -64,7 +64,7 @@ def heat_map(
     column = min((WIDTH - 20 - LEFT - GAP * (len(groups) - 1)) / max(count, 1), 130)
     inks = dict(zip(sorted(set(families.values())), INKS, strict=False))
     about = "Final accuracy in percent, mean over the seeds. ×2: two of these runs collapsed."
-    lines = _heading("Which loss survives which difficulty", f"{about} Blank: not run.")
+    lines = _heading("Which loss survives which difficulty", about)
     for i, percent in enumerate((0, 30, 60, 80, 90, 95, 100)):
         lines += Square(percent / 100).draw(20 + 21 * i, 64, 21)
     x = float(LEFT)

@@ -116,8 +116,9 @@ FINDINGS = [
         "{final[seq-mask stale_1]:.2f}. Its band, 0.999 to 1.002, was made for two engines with "
         "the same weights; it rejects most completions of any other policy. A band of 0.5 to 2 "
         "loses nothing ({final[seq-mask-wide stale_1]:.2f}). The preset with the mask, "
-        "`seq_mask_tis`, ends at {final[seq_mask_tis fp8]:.2f} with a sampler in float8 and at "
-        "{final[seq_mask_tis top_p]:.2f} with one that cuts at top-p 0.9. On the GPU, with a "
+        "`seq_mask_tis`, ends at {final[seq_mask_tis fp8]:.2f} with a sampler in float8, at "
+        "{final[seq_mask_tis top_p]:.2f} with one that cuts at top-p 0.9 and at "
+        "{final[seq_mask_tis hot]:.2f} with one that is too hot. On the GPU, with a "
         "sampler in 4 bits, the narrow mask ends at {final[gpu int4, seq-mask mismatch]:.2f}, no "
         "correction at {final[gpu int4, none mismatch]:.2f}.",
         ("chart presets", "chart corrections", "chart_gpu"),
@@ -127,8 +128,9 @@ FINDINGS = [
         "Significantly worse than the best are {worse[bf16]} of {losses[bf16]} presets with the "
         "sampler's weights in bfloat16, {worse[int8]} of {losses[int8]} in 8-bit integers, "
         "{worse[fp8]} of {losses[fp8]} in float8, {worse[top_p]} of {losses[top_p]} with top-p 0.9 "
-        "and {worse[hot]} of {losses[hot]} with a sampler that is too hot. `dapo` ends at "
-        "{final[dapo bf16]:.2f}, {final[dapo int8]:.2f}, {final[dapo fp8]:.2f}, "
+        "and {worse[hot]} of {losses[hot]} with a sampler that is too hot; where there are any, the "
+        "narrow mask is one. `dapo` ends at {final[dapo bf16]:.2f}, {final[dapo int8]:.2f}, "
+        "{final[dapo fp8]:.2f}, "
         "{final[dapo top_p]:.2f} and {final[dapo hot]:.2f}. On the GPU, `dapo` ends from "
         "{low[gpu float32, none mismatch]:.2f} to {high[gpu float32, none mismatch]:.2f} with a "
         "sampler in float32, from {low[gpu bf16, none mismatch]:.2f} to "
