@@ -128,16 +128,15 @@ FINDINGS = [
         "Significantly worse than the best are {worse[bf16]} of {losses[bf16]} presets with the "
         "sampler's weights in bfloat16, {worse[int8]} of {losses[int8]} in 8-bit integers, "
         "{worse[fp8]} of {losses[fp8]} in float8, {worse[top_p]} of {losses[top_p]} with top-p 0.9 "
-        "and {worse[hot]} of {losses[hot]} with a sampler that is too hot; where there are any, the "
-        "narrow mask is one. `dapo` ends at {final[dapo bf16]:.2f}, {final[dapo int8]:.2f}, "
-        "{final[dapo fp8]:.2f}, "
-        "{final[dapo top_p]:.2f} and {final[dapo hot]:.2f}. On the GPU, `dapo` ends from "
-        "{low[gpu float32, none mismatch]:.2f} to {high[gpu float32, none mismatch]:.2f} with a "
-        "sampler in float32, from {low[gpu bf16, none mismatch]:.2f} to "
-        "{high[gpu bf16, none mismatch]:.2f} in bfloat16, from {low[gpu fp8, none mismatch]:.2f} "
-        "to {high[gpu fp8, none mismatch]:.2f} in float8 and from "
-        "{low[gpu int4, none mismatch]:.2f} to {high[gpu int4, none mismatch]:.2f} in 4 bits: the "
-        "seeds differ by more than the samplers.",
+        "and {worse[hot]} of {losses[hot]} with a sampler that is too hot; where there are any, "
+        "the narrow mask is one. `dapo` ends at {final[dapo bf16]:.2f}, {final[dapo int8]:.2f}, "
+        "{final[dapo fp8]:.2f}, {final[dapo top_p]:.2f} and {final[dapo hot]:.2f}. On the GPU, "
+        "`dapo` ends from {low[gpu float32, none mismatch]:.2f} to "
+        "{high[gpu float32, none mismatch]:.2f} with a sampler in float32, from "
+        "{low[gpu bf16, none mismatch]:.2f} to {high[gpu bf16, none mismatch]:.2f} in bfloat16, "
+        "from {low[gpu fp8, none mismatch]:.2f} to {high[gpu fp8, none mismatch]:.2f} in float8 "
+        "and from {low[gpu int4, none mismatch]:.2f} to {high[gpu int4, none mismatch]:.2f} in 4 "
+        "bits: the seeds differ by more than the samplers.",
         ("chart presets", "chart_gpu"),
     ),
     (
