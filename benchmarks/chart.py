@@ -60,9 +60,10 @@ CORRECTIONS = {  # next to `dapo` and `cispo`, whose own runs are among the pres
     "cispo-to-sampler": pl.preset("cispo").replace(ratio=pl.TokenRatio(anchor="rollout")),
 }
 _PULL = pl.preset("grpo").kl
-ABLATIONS = {  # is it the KL to the model of the start that holds `grpo`?
+ABLATIONS = {  # is it the KL to the model of the start that holds `grpo`, and does OPSM need it?
     "dapo-with-KL": pl.preset("dapo").replace(kl=_PULL),
     "grpo-without-KL": pl.preset("grpo").replace(kl=None),
+    "OPSM-with-KL": CORRECTIONS["OPSM"].replace(kl=_PULL),
 }
 ABLATED = ("lr_8", "stale_16")
 CORRECTED = ("on_policy", "stale_1", "stale_4", "stale_16", "fp8")
@@ -80,8 +81,7 @@ def plan(part: str, seeds: int, folder: Path) -> list[Cell]:
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(losses[path.stem].to_dict()))
-        places = [(name, "sort") for name in conditions]
-        places += [("stale_16", "addition")] if part == "corrections" else []
+        places = [*((name, "sort") for name in conditions), ("stale_16", "addition")]
         grid = [(str(path), *place) for place in places for path in paths]
     return [
         Cell(loss, condition, seed, task) for loss, condition, task in grid for seed in range(seeds)

@@ -105,10 +105,14 @@ FINDINGS = [
         "the start to {final[dapo-with-KL lr_8]:.2f}.",
         "The KL is that of `grpo`, which ends at {final[grpo lr_8]:.2f}, and without its KL at "
         "{final[grpo-without-KL lr_8]:.2f}. {all_collapsed[lr_8]} of {all_runs[lr_8]} runs of all "
-        "presets collapse. It is no remedy for old completions: at 16 steps of age `dapo` with it "
-        "ends at {final[dapo-with-KL stale_16]:.2f}, `grpo` with and without it at "
-        "{final[grpo stale_16]:.2f} and {final[grpo-without-KL stale_16]:.2f}.",
-        ("chart presets", "chart ablations"),
+        "presets collapse. With completions 16 steps old, the KL saves runs too: on `addition`, "
+        "`dapo` ends at {final[addition dapo stale_16]:.2f}, and with it at "
+        "{final[addition dapo-with-KL stale_16]:.2f}; `grpo` at "
+        "{final[addition grpo stale_16]:.2f}, and without it at "
+        "{final[addition grpo-without-KL stale_16]:.2f}. But it also holds back: "
+        "on the built-in task, OPSM ends at {final[OPSM stale_16]:.2f}, and with the KL at "
+        "{final[OPSM-with-KL stale_16]:.2f}.",
+        ("chart presets", "chart tasks", "chart ablations"),
     ),
     (
         "A narrow sequence mask does more harm than the mismatch.",
