@@ -65,8 +65,8 @@ def accumulate(
     `[N]`; the loss ignores other entries, such as "ids". On a rank with fewer micro-batches than
     other ranks of `group`, the iteration yields the last one again, with an all-False mask, which
     adds nothing: so the forward of a sharded model, a collective, runs equally often on every rank.
-    With a `Mixture`, each mapping's `extras` holds the mask of each stream (one loss of the
-    mixture); the tokens of all streams are counted.
+    With a `Mixture`, each mapping's `extras` holds the masks that the streams name; the
+    tokens of all streams are counted.
     group, cp_group, dp_size: as in `Totals.count`. Counting takes one collective over `cp_group`,
     one over `group`, and a second one over `group` if there are `group_ids`. A loss that divides by
     weights (`WeightMean`) takes one more over `cp_group` and one more over `group`.

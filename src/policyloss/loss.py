@@ -92,7 +92,7 @@ def policy_loss(
       and `old_logp="loglinear"` read them.
     - `totals` are the counts of the whole optimizer step (`Totals.count`). None or "local": this
       call holds the whole batch; None is an error if torch.distributed runs on several ranks. With
-      `cp_group`, "local" means that the calls of its ranks hold the batch together, and the
+      `cp_group`, "local" means that the calls on its ranks make up the whole batch, and the
       training engine must sum their losses and gradients (if it averages over these ranks instead,
       pass `Totals.count(mask, cp_group=…)`).
     - `cp_group` is the process group over which each sequence's tokens are spread (context

@@ -38,11 +38,11 @@ REACHES: tuple[Literal["token", "sequence", "batch"], ...] = ("token", "sequence
 class Stream(Part):
     """One term of a `Mixture`: a loss, its weight, and the tokens that it is computed on.
 
-    loss: a `LossSpec`, or the name of a preset. mask: the name of a tensor of `extras`, bool or
-    0/1: the stream trains on the tokens where both this tensor and the call's `mask` are True; None
-    for all tokens of `mask`. advantage: one number for all tokens of the stream, instead of the
-    call's advantages. With 1, `Unbounded("logp")` is the cross-entropy; with 0, a policy term that
-    is proportional to the advantage vanishes, and the KL and entropy terms remain.
+    loss: a `LossSpec`, or the name of a preset. mask: a key of the call's `extras`, a tensor of
+    bool or 0/1: the stream trains on the tokens where both this tensor and the call's `mask` are
+    True; None for all tokens of `mask`. advantage: one number for all tokens of the stream, instead
+    of the call's advantages. With 1, `Unbounded("logp")` is the cross-entropy; with 0, a policy
+    term that is proportional to the advantage vanishes, and the KL and entropy terms remain.
     """
 
     loss: Any
@@ -91,8 +91,8 @@ class Mixture(Part):
         pl.Mixture({"rl": "dapo", "ce": ce})
 
     A spec or the name of a preset stands for `Stream(spec)`. `policy_loss`, `measure`,
-    `accumulate`, `linear_policy_loss` and `hf.policy_loss` take a mixture as they take a spec. Its
-    totals hold the counts of every stream; `accumulate` and `measure` compute them. The metrics of
+    `accumulate`, `linear_policy_loss` and `hf.policy_loss` take a mixture as they take a spec. Each
+    stream is averaged over its own tokens, which `accumulate` and `measure` count. The metrics of
     a stream are called "name/metric"; the metric `loss` is the weighted sum of the streams' losses.
     """
 

@@ -113,7 +113,7 @@ def prefix_weights(
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Weights w of on-policy distillation (`opd`) that fall as student and teacher diverge.
+    """Factors w for the advantages A of `opd` (`w * A`), which fall as the models diverge.
 
     `w_t = 1 + γ·(1 − Σ_{k<t}|A_k| / Σ_k|A_k|)` over the valid tokens of each sequence.
     |A| measures how far the two differ: w falls from 1 + γ at the first valid token to

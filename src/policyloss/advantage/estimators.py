@@ -354,10 +354,10 @@ def hierarchical_grpo(
 ) -> Tensor:
     """Hierarchical GRPO: `r − mean of r over sequences of the same role`.
 
-    For a role in `episode_roles` (such as the solvers of a problem), the mean is over its sequences
-    in that episode of the prompt; for any other role, over all episodes of the prompt. A sequence
-    alone in its role gets 0. group_ids (prompts), episode_ids, role_ids: `[S]`. episode_roles: ids,
-    `[R]`.
+    For a role in `episode_roles` (such as the solvers of a problem), the mean is over the role's
+    sequences of the same episode and prompt; for any other role, over all episodes of the prompt. A
+    sequence alone in its role gets 0. group_ids (prompts), episode_ids, role_ids: `[S]`.
+    episode_roles: ids, `[R]`.
     group: the process group that a prompt's samples may span, as in `group_advantages`; an id must
     mean the same on every rank.
     Source: prime-rl's hierarchical_grpo.
@@ -402,7 +402,7 @@ ESTIMATORS = {function.__name__: function for function in _NAMED}
 
 
 def estimator(name: str) -> Callable[..., Any]:
-    """Return the estimator called `name`; an unknown name is an error that lists all names."""
+    """Return the function `advantage.<name>`; an unknown name is an error that lists all."""
     known = match_name(name, ESTIMATORS)
     if known is None:
         raise InputError(unknown_name("estimator name", name, ESTIMATORS))

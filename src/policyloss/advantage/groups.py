@@ -267,8 +267,8 @@ def whiten(
     x may have any shape. The result is 0 at masked tokens and has no gradient.
     mean: False keeps the original mean (it is added back after scaling). group: a process group
     whose ranks share mean and variance; "local" uses this rank alone; None does too, but warns if
-    there are other ranks. cp_group: the context-parallel group, needed only if `group` does not
-    include its ranks; they share mean and variance too. For a constant x or a single valid token
+    there are other ranks. cp_group: the context-parallel group, if `group` leaves out its
+    ranks; mean and variance then cover both. For a constant x or a single valid token
     the result is 0 (plus the mean if it is kept); without any valid token it is all zeros.
     Source: the masked whitening of verl and TRL's PPO (which have no defined result for fewer than
     two tokens).

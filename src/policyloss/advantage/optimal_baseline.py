@@ -51,8 +51,8 @@ def optimal_token_baseline(
     zero_tail: at the tokens that only the group's longest sequence has, True uses baseline 0 (A =
     G), False its own return (A = 0).
     bridge: True means that token t is the t-th valid token of its sequence. False (for single
-    turns) means that token t is column t; zero_tail then acts from column n on, with n the
-    second-largest number of valid tokens in the group.
+    turns that start at column 0) means that token t is column t; zero_tail then acts from column n
+    on, with n the second-largest number of valid tokens in the group.
     A group of one has baseline 0. The dtype is that of the inputs (float32 for half precision).
     group: the process group that a prompt's samples may span (T may differ between ranks), as in
     `group_advantages`; an id must mean the same prompt on every rank.

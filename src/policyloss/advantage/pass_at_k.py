@@ -64,9 +64,9 @@ def passk_combinatorial(
 ) -> Tensor:
     """Pass@k over all `C(n, k)` subsets of a group, each rewarded by its best member.
 
-    Computed exactly in closed form, without enumerating subsets:
+    In closed form, without enumerating subsets:
     `A_i = (mean reward of the subsets with i − mean of all) / (std of all + eps)`, with the
-    population standard deviation.
+    population standard deviation; scale=None does not divide.
     For rewards 0/1 with m wrong, the mean over subsets is `R = 1 − C(m,k)/C(n,k)`, their variance
     `σ² = R(1−R)`, `A_right = (1−R)/σ`, `A_wrong = (1 − R − C(m−1,k−1)/C(n−1,k−1))/σ`. With k = 1
     this is GRPO with ddof 0.

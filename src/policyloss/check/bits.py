@@ -67,7 +67,7 @@ class BitsResult:
 class BitsReport(TableReport):
     """The result of `bits_check`; `str()` gives a readable report.
 
-    arrangements: comparisons of the function with itself, the sequences batched differently.
+    arrangements: the tested function against itself, one result per way of batching.
     against: the comparison with another function or recorded numbers, or None. not_numbers: how
     many log-probabilities are NaN; two NaN count as equal.
     """

@@ -112,8 +112,8 @@ def check_loss(loss: AnyLoss, *, base: LossSpec | str | None = None, seed: int =
     on small ragged batches: the loss runs and returns one finite number per token; autograd agrees
     with finite differences (stop-gradients held constant); at ratio 1 the loss without KL and
     entropy makes tokens with A > 0 more likely and tokens with A < 0 less likely; clipping never
-    stops the gradient of a token whose probability moved against its advantage; the weights
-    that corrections give to kept tokens carry no gradient and do not fall as `old_logp -
+    stops the gradient of a token whose probability moved against its advantage; a
+    correction's weight of a kept token carries no gradient, and never falls as `old_logp -
     rollout_logp` rises; a KL pulls toward its reference policy; garbage at masked positions, row
     order, packing and any split into micro-batches change nothing; an empty batch gives 0; half
     precision is upcast first; the same inputs give the same bits.

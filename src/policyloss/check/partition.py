@@ -55,8 +55,8 @@ class CutResult:
 class PartitionReport(TableReport):
     """The result of `partition_check`; `str()` is a table and a diagnosis.
 
-    diagnosis: the explanations, one paragraph each. notes: faults that no cut of this batch can
-    show. gradient: the gradient of the whole batch as one vector over all parameters, `[P]`
+    diagnosis: the explanations, one paragraph each. notes: possible faults that this batch
+    cannot show. gradient: the gradient of the whole batch as one vector over all parameters, `[P]`
     float64; pass it as `reference=` to a run on several ranks.
     """
 

@@ -58,7 +58,7 @@ class Gradients(NamedTuple):
 
 
 class CompiledLoss:
-    """`policy_loss` of one spec, compiled: call it with the other arguments (`compiled_loss`)."""
+    """`policy_loss` of one spec, compiled; call it with the tensors. See `compiled_loss`."""
 
     def __init__(
         self,

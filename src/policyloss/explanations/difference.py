@@ -83,7 +83,7 @@ class Difference:
 
 
 def diff(a: AnyLoss, b: AnyLoss) -> Difference:
-    """The slots in which two losses differ, and what follows; print the result.
+    """The slots in which two losses differ, and the effect of each; print the result.
 
     a, b: a `LossSpec` or the name of a preset.
     """

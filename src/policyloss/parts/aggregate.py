@@ -160,7 +160,8 @@ class TokenSumNorm(_OverHorizon):
     """Legacy: the sum over all tokens, divided by `horizon`, without a mean over sequences.
 
     ROLL and Trinity use it.
-    horizon: the generation budget in tokens; None: set later with `LossSpec.with_horizon`.
+    horizon: the longest allowed completion, in tokens; None: set later with
+    `LossSpec.with_horizon`.
     """
 
     words = "token sums over {constant}, not averaged over sequences"

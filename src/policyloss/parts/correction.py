@@ -400,7 +400,7 @@ class Stale(Part):
 
 @dataclass(frozen=True)
 class TruncateRatio(Part):
-    """Bound the ratio ρ of current to rollout policy, by the token weight `clamp(ρ, low, high)/ρ`.
+    """Multiply each token by `clamp(ρ, low, high)/ρ`, ρ the ratio of current to rollout policy.
 
     ρ = exp(logp − rollout_logp), without gradient, its logarithm clamped to ±20. Use it with the
     ratio `TokenRatio(anchor="rollout")` if the parameters of the old policy are gone, so that
@@ -428,11 +428,11 @@ class TruncateRatio(Part):
 class SelfNormalise(Part):
     """Divide the weights of the other corrections by their mean over the step.
 
-    The step is one optimizer step: all micro-batches on all ranks. over: "tokens" averages the
-    weights of all tokens; "sequences" averages one mean weight per sequence. `SelfNormalise` comes
-    after all other corrections, wherever it is in the tuple. If the spec has rejected="keep", a
-    rejected token enters the mean with weight 0; otherwise the mask excludes it, and the mean
-    covers the kept tokens.
+    The step is one optimizer step: all micro-batches on all ranks (see `measure`). over: "tokens"
+    averages the weights of all tokens; "sequences" averages the mean weight of each sequence.
+    `SelfNormalise` comes after all other corrections, wherever it is in the tuple. If the spec has
+    rejected="keep", a rejected token enters the mean with weight 0; otherwise the mask excludes it,
+    and the mean covers the kept tokens.
     """
 
     reads_logp: ClassVar[bool] = False

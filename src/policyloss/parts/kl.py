@@ -29,7 +29,7 @@ class KL(Part):
     weight: "ratio" multiplies by the ratio of the spec, gradient included (DeepSeek-V3.2's unbiased
     KL); "detached_ratio" multiplies by `sg[ratio]`, or with weight_max by `sg[min(ratio,
     weight_max)]`. clamp: d is clamped to ±clamp; value_clamp: the estimate is clamped to
-    ±value_clamp. Beyond either bound, the estimate's own gradient is 0; that of k2 is not clamped.
+    ±value_clamp. Beyond either bound, the estimate's own gradient is 0; grad="k2" ignores both.
     anchor: "ref", "teacher" (with grad="k2" this is distillation on the sampled tokens: the
     gradient is that of `−sg[d]·logp`), or "old"/"rollout" for a proximal penalty.
     """

@@ -130,7 +130,8 @@ class SegmentRatio(Part):
 
     A turn is the valid tokens of a sequence that share one of `turn_ids`; without `turn_ids`, a
     contiguous run of valid tokens. A turn may span the ranks of a context-parallel group; without
-    `turn_ids`, it is then a run of consecutive `positions`. anchor, log_clamp: as in `TokenRatio`.
+    `turn_ids`, it is then a run of consecutive `positions` (which count masked tokens too). anchor,
+    log_clamp: as in `TokenRatio`.
     """
 
     reach: ClassVar[str] = "sequence"

@@ -220,7 +220,7 @@ class GammaWeight(TrustPart):
 
 @dataclass(frozen=True)
 class Quadratic(TrustPart):
-    """DRO / Kimi k1.5: `-(A·logp - ½·beta·log_ratio²)`, a pull to the policy in the denominator."""
+    """DRO / Kimi k1.5: `-(A·logp - ½·beta·log_ratio²)`, a pull to the ratio's anchor policy."""
 
     follows_advantage: ClassVar[bool] = False
     beta: Annotated[
@@ -270,7 +270,7 @@ class Regression(TrustPart):
 class TaperedNegative(TrustPart):
     """TOPR: `-A·logp` where A > 0; elsewhere `-sg[min(r, ratio_max)]·A·logp`.
 
-    r is the ratio of the spec; sg stops the gradient. Where A < 0, the weight falls with r.
+    r is the ratio of the spec; sg stops the gradient. Where A < 0, a smaller r weighs less.
     """
 
     ratio_max: Positive = 1.0
@@ -296,9 +296,9 @@ class CovClip(TrustPart):
 
     The dropped tokens are chosen at random from the tokens with `cov_low < cov < cov_high` that PPO
     does not clip already; cov_t = (A_t - mean A)·(logp_t - mean logp), with means over the whole
-    step. fraction: the share of dropped tokens among all tokens, at least one token; if fewer
-    tokens qualify, all of these are dropped. A dropped token has policy term 0 and still counts in
-    the denominator. eps_low, eps_high: as in `Clip`. Source: arXiv 2505.22617.
+    step (see `measure`). fraction: the share of dropped tokens among all tokens, at least one
+    token; if fewer tokens qualify, all of these are dropped. A dropped token has policy term 0 and
+    still counts in the denominator. eps_low, eps_high: as in `Clip`. Source: arXiv 2505.22617.
     The random draw is a hash of `seed`, the token's advantage and its old_logp (or whatever
     the ratio divides by), so the same tokens are dropped however the batch is split. (Candidates
     that agree in both numbers are all dropped, or none of them is.) A token whose advantage or logp

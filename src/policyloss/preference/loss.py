@@ -52,11 +52,12 @@ def preference_loss(
     ref_logp: of the reference model; None if the loss has no reference. log_sum_sq_probs:
     `log Σ p²` over the vocabulary at each token, for a spec with weighting="wpo".
     chosen: `[S]` bool, only if `spec.over == "sequences"`: whether each is a desired answer.
-    baseline: KTO's KL term z of the whole step, only if `spec.baseline`; it gets no gradient.
+    baseline: KTO's KL term z of the whole step, in nats, not yet times beta (docs/preference.md),
+    only if `spec.baseline`; it gets no gradient.
     totals: the counts of the whole step, `Totals.count(mask_of_the_step)` (if the spec has `nll`:
     `preference.preference_totals`). The losses of its micro-batches then add up to the loss of the
-    whole step, if no micro-batch splits a pair. None or "local": as in `policy_loss`. A sequence
-    without a valid token is not counted: its pair has half the weight of others in the mean.
+    whole step, if no micro-batch splits a pair. None or "local": as in `policy_loss`. A pair
+    with one empty answer counts as half a pair in the mean.
     cp_group: as in `policy_loss`.
 
     Metrics: `loss`, `tokens`, `chosen_logp` and `rejected_logp` (means of each sequence's sum),
@@ -253,7 +254,7 @@ def preference_totals(
     cp_group: Any = None,
     dp_size: int | None = None,
 ) -> Totals:
-    """Count as `Totals.count` does, and count the chosen tokens: a loss divides `nll` by them.
+    """Count as `Totals.count` does, and the chosen tokens, which divide the NLL term.
 
     chosen: `[S]` bool as in `preference_loss`, None for pairs. Other arguments: as in
     `Totals.count`. Pass all micro-batches of this rank's step at once.

@@ -104,7 +104,7 @@ class ReverseKL(Part):
 class LogisticOrExponential(Part):
     """`−(1 − g)·log σ(z) + g·e⁻ᶻ` with `z = beta·m` and g = σ(z/tau) (DiscoPOP).
 
-    m is the margin of a `Term`.
+    The link of a `Term`, whose margin is m.
     """
 
     beta: Scale
@@ -136,8 +136,8 @@ class Term(Part):
     link: a part of this module, or any callable `[P]` → `[P]`. margin, with the scores s_w and s_l
     (by `score`) and z, the `baseline` of `preference_loss` (or 0): "pair" `s_w − s_l`; "chosen"
     `s_w − z`; "against_chosen" `z − s_w`; "rejected" `z − s_l`; and the two of AOT: "ranked_sides",
-    s_w minus the rejected score of the same rank in the batch; "ranked_pair", the difference of
-    log-probabilities of w and l minus the reference's difference of the same rank.
+    s_w minus the rejected score at the same place in sorted order; "ranked_pair", the difference of
+    log-probabilities of w and l minus the reference's difference at the same place.
     """
 
     link: Any
@@ -172,7 +172,8 @@ class PreferenceSpec(Part):
     terms: one `Term` or several; a link stands for `Term(link)`. over: the mean is over "pairs", or
     over "sequences" that have a label each and no partner (KTO). baseline: whether the call passes
     a number z from which scores are measured (see `Term`). weighting: "wpo" multiplies the terms of
-    a pair by `exp` of the mean of `logp − log Σp²` over the tokens of each of its answers.
+    a pair by one factor for each answer, `exp(mean over its tokens of (logp − log Σp²))`, with Σ
+    over the vocabulary.
     """
 
     terms: Any

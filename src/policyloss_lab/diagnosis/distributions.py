@@ -48,7 +48,7 @@ class DistributionGap:
     positions: how many are compared. by_rank: the largest |Δ logp| of the trainer's likeliest
     token, of its second likeliest, and so on. kl_rollout_old, kl_old_rollout: mean and maximum of
     KL(rollout‖old) and KL(old‖rollout), in nats. top: how many tokens of each position are
-    compared; None: all. With `top`, tokens outside either side's top are merged into one class,
+    compared; None: all. With `top`, tokens that are not in both tops are merged into one class,
     which can only lower a KL. swapped: the share of adjacent pairs in the trainer's ranking that
     the engine orders the other way. first_differs: the share of positions where the likeliest
     tokens differ. temperature: the one that turns the trainer's distributions into the engine's,

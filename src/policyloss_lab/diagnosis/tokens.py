@@ -46,7 +46,7 @@ def doctor(
     - `rollout_logp` with `old_logp` (or else `logp`), and `mask`: shuffled rows, copied
       tensors, wrong masks, rounding, a temperature, top-k and top-p. `earlier_logp` (from older
       weights) detects stale weights.
-    - `ids` with `rollout_ids`: whether the text was tokenized again.
+    - `ids` (the trainer's) with `rollout_ids` (the engine's): whether text was tokenized again.
     - `model` (the trainer's, with the weights that computed `old_logp`) with `ids` and `prompts`
       (the tokens before each row): each cause is simulated on at most `max_tokens` tokens (a number
       below 64 counts as 64). `other_prompts` are the same prompts in another template. Without
@@ -83,11 +83,11 @@ def doctor(
 
 def doctor_batch(batch: Any, **options: Any) -> Diagnosis:
     """Check a framework's batch with `doctor`: verl's `DataProto` or its `batch`, the inputs of
-    TRL's trainer, OpenRLHF's `Experience`, or a mapping with their keys or with `doctor`'s
-    arguments as keys.
+    TRL's trainer, OpenRLHF's `Experience`, or a mapping with the keys of one of these, or
+    of `doctor`'s arguments.
 
-    options: further arguments of `doctor`, such as `model`. Prompts are not taken from the batch:
-    pass `prompts`.
+    options: further arguments of `doctor`, such as `model`. Prompts of
+    the batch are not read: to use them, pass `prompts`.
     """
     batch = getattr(batch, "batch", batch)
     batch = batch if hasattr(batch, "keys") else vars(batch)

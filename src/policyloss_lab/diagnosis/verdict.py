@@ -26,11 +26,11 @@ class Alternative(NamedTuple):
 class Diagnosis:
     """Why the log-probabilities of engine and trainer differ.
 
-    cause: a name from `CAUSES`, "healthy" or "not_explained". causes: one or two causes, the
-    largest first. confidence: from 0 to 1. evidence, remedy: sentences. correction: a value for
-    the `correction` slot of a loss, which would have limited the damage, or None. floor: the
-    measured numerical noise in the log-probability of an unlikely token, in nats. tokens: how many
-    were compared. details: the fitted numbers. alternatives: the other tested hypotheses, best
+    cause: the largest, a name from `CAUSES`, or "healthy" or "not_explained". causes: one or
+    two, the largest first. confidence: from 0 to 1. evidence, remedy: sentences. correction: a
+    value for the `correction` slot of a loss, which would have limited the damage, or None. floor:
+    the measured numerical noise in the log-probability of an unlikely token, in nats. tokens: how
+    many were compared. details: the fitted numbers. alternatives: the other tested hypotheses, best
     first.
     If nothing explains the differences: places, where they are; ruled_out, the excluded families
     of causes.

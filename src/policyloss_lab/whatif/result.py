@@ -26,13 +26,13 @@ SAME_WEIGHTS = 0.05  # nats, the largest median gap from stored to recomputed lo
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A comparison of losses on the same tokens.
+    """The result of `what_if`: a comparison of losses on the same tokens.
 
     outcomes: one for each loss that could be tried, yours first if there is one. refused: {name:
-    reason} of the other losses. by_token: with the log-probability of every token as a parameter,
-    the cosines between the losses' gradients, and the change of each sequence's log-probability by
-    a step on each loss. by_model: the same with the parameters of a model, or None. through: the
-    parameters of `by_model`, "head" or "parameters"; "tokens" without a model. remedies: the
+    reason} of the other losses. by_token: the cosines between the losses' gradients with
+    respect to the log-probability of each token, and the change of each sequence's log-probability
+    by a step along each. by_model: the same with the parameters of a model, or None. through: the
+    parameters of `by_model`, "head" or (all) "parameters"; "tokens" without a model. remedies: the
     changes that cure the problems of your loss.
     """
 
