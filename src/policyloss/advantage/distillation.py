@@ -113,10 +113,10 @@ def prefix_weights(
     cp_group: Any = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Factors w for the advantages A of `opd` (`w * A`), which fall as the models diverge.
+    """Factors w for the advantages A of `opd` (`w * A`), falling as student and teacher diverge.
 
     `w_t = 1 + γ·(1 − Σ_{k<t}|A_k| / Σ_k|A_k|)` over the valid tokens of each sequence.
-    |A| measures how far the two differ: w falls from 1 + γ at the first valid token to
+    |A| measures how far they differ: w falls from 1 + γ at the first valid token to
     1 + γ·|A_T|/Σ|A| at the last. Masked tokens get 0. If every A of a sequence is 0, w is 1 + γ.
     advantages, mask and the result are `[B, T]` or `[N]`. cp_group, positions: as in `gae`.
     """

@@ -206,7 +206,7 @@ def gpg(
 
     valid: "informative" counts the sequences of groups that are not constant (the paper's
     sequences with a gradient), "nonzero" counts the sequences with a reward other than 0 (verl).
-    group: ranks that share each prompt's mean and the two counts in α, as in `group_advantages`.
+    group: the ranks over which μ (the prompt's mean), S and V are computed; see `group_advantages`.
     Source: Chu et al., arXiv 2504.02546. Constant group: 0. Group of one: 0, or α·r/f_norm with
     `single="raw"` (verl).
     """

@@ -213,8 +213,8 @@ def mt_grpo(
 ) -> Tensor:
     """MT-GRPO: `A_{i,k} = Â(outcome_i) + coef·Σ_{k≤l<K_i} Â(r_{i,l})`, K_i the last turn.
 
-    Â is `group_advantages`: for the outcomes over the trajectories of a group, for
-    r_l over those whose last turn comes after l. outcomes: `[S]`. rewards: those of the turns; a
+    Â is `group_advantages`: outcomes are compared within a group, r_l among those of its
+    trajectories that go on after turn l. outcomes: `[S]`. rewards: those of the turns; a
     last turn's reward is ignored. scale, eps: as in `group_advantages`.
     **The gradient is biased if the policy decides when to stop**: each further turn subtracts one
     more group mean, so the baseline depends on the action to stop. docs/turns.md has the size of

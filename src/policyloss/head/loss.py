@@ -97,7 +97,7 @@ def linear_policy_loss(
     Masked tokens are not computed. If every term of the loss is a multiple of the advantage
     (`spec.follows_advantage`), tokens with advantage 0 and tokens that a correction rejects have no
     gradient: only their forward is computed, for the metrics. skip_zero_advantage (only with
-    "one_pass") skips the forward of these tokens too; the metrics then cover the others only.
+    "one_pass") skips the forward of both kinds too; the metrics then cover the others only.
     teacher: the model that the spec's `Divergence` compares with, in the same chunks: a `Teacher`
     (hidden states and a head), a `TopK`, or computed logits `[..., V]`. It gets no gradient.
     index: selects the hidden state of each scored token, as in `linear_logprobs`; every other
