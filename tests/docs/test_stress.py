@@ -156,6 +156,23 @@ def test_page_of_a_small_chart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert words.count("62 ×1") == 1
 
 
+def test_losses_are_ranked_among_the_starts_that_all_of_them_have() -> None:
+    # On machine A the order is ppo, grpo, gpg. Machine B has two losses, in the other order: with
+    # its ranks of two, gpg would come second.
+    ends = {"A": {"ppo": 0.9, "grpo": 0.8, "gpg": 0.7}, "B": {"grpo": 0.7, "gpg": 0.8}}
+    rows = [
+        row(loss, "hot", seed, end, machine=name)
+        for name, losses in ends.items()
+        for loss, end in losses.items()
+        for seed in range(3)
+    ]
+    grid = stress_page.read_grid(rows, {"runs": []})
+    assert stress_page.compare_with_best(grid, "hot")[0] == ["ppo", "grpo", "gpg"]
+    apart = [x for x in rows if x["machine"] == "B" or x["loss"] == "ppo"]  # no start has all
+    grid = stress_page.read_grid(apart, {"runs": []})
+    assert stress_page.compare_with_best(grid, "hot")[0] == ["ppo", "gpg", "grpo"]
+
+
 def test_every_finding_is_on_the_page_and_the_first_five_in_the_readme() -> None:
     page, readme = ((ROOT / name).read_text() for name in ("docs/stress.md", "README.md"))
     titles = [line for line in page.splitlines() if line.startswith("- **")]
