@@ -43,12 +43,7 @@ def _engine(name: str, meaning: str) -> Condition:
 
 CONDITIONS: Mapping[str, Condition] = {
     "on_policy": Condition("completions of the current policy"),
-    **{
-        f"stale_{n}": Condition(
-            f"completions {n} {'step' if n == 1 else 'steps'} old", {"staleness": n}
-        )
-        for n in (1, 4, 16)
-    },
+    **{f"stale_{n}": Condition(f"completions of age {n}", {"staleness": n}) for n in (1, 4, 16)},
     "bf16": _engine("bf16", "the sampler's weights in bfloat16"),
     "int8": _engine("int8", "the sampler's weights in 8-bit integers"),
     "fp8": _engine("fp8", "the sampler's weights in float8"),
