@@ -88,10 +88,7 @@ class Square(Part):
 
 @dataclass(frozen=True)
 class ReverseKL(Part):
-    """EXO: `KL(q‖p)` of q = (σ(z), σ(−z)) and p = (1 − ε, ε).
-
-    z is `beta·m` with m the margin of a `Term`. smoothing: ε.
-    """
+    """EXO: `KL(q‖p)`, q = (σ(z), σ(−z)), p = (1 − ε, ε); z = beta·m of a `Term`, ε = smoothing."""
 
     beta: Scale
     smoothing: Annotated[float, bounds(above=0, below=1)]
@@ -102,10 +99,7 @@ class ReverseKL(Part):
 
 @dataclass(frozen=True)
 class LogisticOrExponential(Part):
-    """`−(1 − g)·log σ(z) + g·e⁻ᶻ` with `z = beta·m` and g = σ(z/tau) (DiscoPOP).
-
-    The link of a `Term`, whose margin is m.
-    """
+    """DiscoPOP: `−(1 − g)·log σ(z) + g·e⁻ᶻ` with g = σ(z/tau), z = beta·m of a `Term`'s margin m."""
 
     beta: Scale
     tau: Scale
