@@ -177,6 +177,7 @@ def test_every_finding_is_on_the_page_and_the_first_five_in_the_readme() -> None
     page, readme = ((ROOT / name).read_text() for name in ("docs/stress.md", "README.md"))
     titles = [line for line in page.splitlines() if line.startswith("- **")]
     assert len(titles) == len(stress_page.FINDINGS)
+    assert f"{len(LOSSES)} presets under {len(CONDITIONS)} conditions" in " ".join(readme.split())
     for title in titles[:5]:
         words = title.removeprefix("- **").split("**")[0]
         assert words in " ".join(readme.split()), words
