@@ -88,7 +88,7 @@ class Square(Part):
 
 @dataclass(frozen=True)
 class ReverseKL(Part):
-    """EXO: `KL(q‖p)`, q = (σ(z), σ(−z)), p = (1 − ε, ε); z = beta·m of a `Term`, ε = smoothing."""
+    """EXO: `KL(q‖p)`, q = (σ(z), σ(−z)), p = (1 − ε, ε), ε = smoothing, z = beta·m (m: `Term`)."""
 
     beta: Scale
     smoothing: Annotated[float, bounds(above=0, below=1)]
@@ -99,7 +99,7 @@ class ReverseKL(Part):
 
 @dataclass(frozen=True)
 class LogisticOrExponential(Part):
-    """DiscoPOP: `−(1 − g)·log σ(z) + g·e⁻ᶻ` with g = σ(z/tau), z = beta·m of a `Term`'s margin m."""
+    """DiscoPOP: `−(1 − g)·log σ(z) + g·e⁻ᶻ` with g = σ(z/tau), z = beta·m (m: `Term`)."""
 
     beta: Scale
     tau: Scale
